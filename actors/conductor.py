@@ -1,0 +1,169 @@
+"""The Conductor assigns work: one task per ticket to a RolloutWorker, evaluations in between, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.ledger import Ledger
+from actors.rollout_worker import GroupOrder
+from actors.task import Task
+from actors.trajectory import Cancelled, Group, InfraFailed, Outcome
+from serve.sampling import Sampling
+
+TICKET_POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class ConductorSettings:
+    """What the Conductor is given.
+
+    Attributes:
+        order: the training tasks in the order they are used; the run ends its rollouts when it is exhausted.
+        group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
+    """
+
+    order: Iterator[Task]
+    n_samples: int
+    sampling: Sampling
+    group_timeout_s: float
+
+
+@ray.remote(num_cpus=0)
+class Conductor:
+    """Named actor; every method is async and returns within its deadline."""
+
+    def __init__(self, settings: ConductorSettings, workers: list[Any], buffer: Any) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._load = [0] * len(workers)
+        self._buffer = buffer
+        self._eval_ledger = Ledger()
+        self._rollouts: asyncio.Task | None = None
+        self._groups: set[asyncio.Task] = set()
+        self._steps: list[dict[str, float]] = []
+
+    async def report_step(self, metrics: dict[str, float]) -> None:
+        """The learner's account of one training step; kept for whoever follows the run."""
+        self._steps.append(metrics)
+
+    async def steps_since(self, count: int) -> list[dict[str, float]]:
+        """The accounts of all steps after the first ``count``."""
+        return self._steps[count:]
+
+    async def start_rollouts(self) -> None:
+        """Begin to turn tickets into groups; goes on until :meth:`stop_rollouts`."""
+        self._rollouts = asyncio.create_task(self._assign())
+
+    async def stop_rollouts(self, reason: str, timeout_s: float) -> None:
+        """Drain: no further ticket, running groups cancelled and waited for, so that their leases are back."""
+        await self._buffer.drain.remote(reason)
+        if self._rollouts is not None:
+            self._rollouts.cancel()
+            await asyncio.wait([self._rollouts], timeout=timeout_s)
+        for group in self._groups:
+            group.cancel()
+        if self._groups:
+            await asyncio.wait(self._groups, timeout=timeout_s)
+
+    async def evaluate(
+        self, label: str, tasks: list[Task], n: int, sampling: Sampling, timeout_s: float
+    ) -> list[Group]:
+        """Attempt every task ``n`` times with the given sampling. Groups that broke are left out, counted in the ledger."""
+        orders = [
+            GroupOrder(task, index, tuple(f"{label}/{task.task_key}/{i}" for i in range(n)), sampling)
+            for index, task in enumerate(tasks)
+        ]
+        for order in orders:
+            self._eval_ledger.dispatch(list(order.episode_ids))
+        groups = await asyncio.gather(*(self._evaluate(order, timeout_s) for order in orders))
+        return [group for group in groups if group is not None]
+
+    async def status(self) -> dict[str, Any]:
+        """Counts for the progress display."""
+        stats = await asyncio.gather(*(worker.stats.remote() for worker in self._workers))
+        phases: dict[str, int] = {}
+        for one in stats:
+            for phase, count in one["phases"].items():
+                phases[phase] = phases.get(phase, 0) + count
+        return {
+            "sampled_tokens": sum(one["sampled_tokens"] for one in stats),
+            "episodes": sum(one["episodes"] for one in stats),
+            "phases": phases,
+            "eval_ledger": self._eval_ledger.snapshot(),
+            "error": self._rollout_error(),
+        }
+
+    def _rollout_error(self) -> str | None:
+        """Why no further work is assigned, if that is so without anybody having asked for it."""
+        if self._rollouts is None or not self._rollouts.done() or self._rollouts.cancelled():
+            return None
+        return _first_line(self._rollouts.exception())
+
+    async def _assign(self) -> None:
+        while True:
+            ticket = await self._buffer.issue.remote(TICKET_POLL_S)
+            if ticket is None:
+                continue
+            ticket_id, _ = ticket
+            task = next(self._settings.order)
+            ids = tuple(f"{ticket_id}/{task.task_key}/{i}" for i in range(self._settings.n_samples))
+            await self._buffer.start.remote(ticket_id, task.task_key, list(ids))
+            group = asyncio.create_task(self._roll_out(GroupOrder(task, ticket_id, ids, self._settings.sampling)))
+            self._groups.add(group)
+            group.add_done_callback(self._groups.discard)
+
+    async def _roll_out(self, order: GroupOrder) -> None:
+        """One group on the least loaded worker. Whatever happens, its ticket is redeemed or returned."""
+        outcome: Outcome | None = None
+        try:
+            await self._on_worker("run_group", order, self._settings.group_timeout_s)
+        except asyncio.CancelledError:
+            outcome = Cancelled("the run is ending")
+        except TimeoutError:
+            outcome = InfraFailed(f"the group took longer than {self._settings.group_timeout_s:.0f} s")
+        except ray.exceptions.RayError as error:
+            outcome = InfraFailed(f"rollout worker: {_first_line(error)}")
+        if outcome is not None:
+            await self._buffer.abandon.remote(order.group_id, outcome)
+
+    async def _evaluate(self, order: GroupOrder, timeout_s: float) -> Group | None:
+        try:
+            group = await self._on_worker("evaluate_group", order, timeout_s)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            for episode_id in order.episode_ids:
+                self._eval_ledger.end(episode_id, InfraFailed(f"evaluation: {_first_line(error)}"))
+            return None
+        for trajectory in group.trajectories:
+            self._eval_ledger.end(trajectory.trajectory_id, trajectory.outcome)
+        return group
+
+    async def _on_worker(self, method: str, order: GroupOrder, timeout_s: float) -> Any:
+        index = min(range(len(self._workers)), key=self._load.__getitem__)
+        self._load[index] += 1
+        call = getattr(self._workers[index], method).remote(order)
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except (asyncio.CancelledError, TimeoutError):
+            # The worker cancels the group's episodes and closes their environments before the call ends.
+            ray.cancel(call)
+            await asyncio.wait([asyncio.ensure_future(_ended(call))], timeout=60.0)
+            raise
+        finally:
+            self._load[index] -= 1
+
+
+async def _ended(call: Any) -> None:
+    try:
+        await call
+    except ray.exceptions.RayError:
+        return
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]

@@ -1,0 +1,88 @@
+"""Configuration of what produces trajectories: sampling, episodes, environments and the replay buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A closed section of the configuration: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn."""
+
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1, description="-1: no limit")
+    max_generate_length: int = Field(8192, ge=1, description="tokens of one turn")
+    stop: tuple[str, ...] = Field((), description='stop strings, for example ["</tool_call>"]')
+
+
+class DeadlinesConfig(Section):
+    """Seconds each phase of an episode may take before the episode ends with a reason."""
+
+    provision: float = Field(300.0, gt=0, description="wait for an instance, the queue at the quota included")
+    reset: float = Field(60.0, gt=0, description="reset of the instance and listing of its tools")
+    generate: float = Field(600.0, gt=0, description="one turn of the policy")
+    step: float = Field(90.0, gt=0, description="one tool call; passing it is an error the policy reads")
+    verify: float = Field(120.0, gt=0, description="grading, its retries included")
+    close: float = Field(30.0, gt=0, description="giving the instance back")
+    episode: float = Field(1800.0, gt=0, description="everything from reset to the last turn")
+
+    @property
+    def budget(self) -> float:
+        """The longest an instance can be held, in seconds."""
+        return self.reset + self.episode + self.verify + self.close
+
+
+class GeneratorConfig(Section):
+    """Episodes: how many, how long, and how they are sampled."""
+
+    n_samples_per_prompt: int = Field(4, ge=2, description="trajectories of a group")
+    eval_n_samples_per_prompt: int = Field(3, ge=1, description="attempts at a task in evaluation")
+    max_turns: int = Field(50, ge=1)
+    max_input_length: int = Field(48_000, ge=1, description="an episode with more token ids takes no further turn")
+    sampling_params: SamplingConfig = SamplingConfig()
+    eval_greedy: bool = Field(True, description="evaluate greedily as well as with sampling_params")
+    tools_channel: Literal["text", "template"] = Field(
+        "text", description="tool schemas in the system text, or through the chat template's tools="
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="passed to the chat template")
+    num_workers: int = Field(1, ge=1, description="RolloutWorker actors")
+    worker_num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a RolloutWorker")
+    max_inflight_episodes: int = Field(768, ge=1, description="episodes running at once, over all workers")
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+class EnvironmentConfig(Section):
+    """Where instances come from."""
+
+    fleet: Literal["local", "hosted"] = Field("hosted", description="the embedded local Fleet, or the Fleet service")
+    base_url: str | None = Field(None, description="another control plane; default: FLEET_BASE_URL or the SDK's own")
+    local_faults: Path | None = Field(None, description="fault file for the local Fleet")
+    max_instances: int | None = Field(None, ge=1, description="at most this many; default: the account's limit")
+    ttl_margin: float = Field(60.0, ge=0, description="seconds an instance outlives the longest episode")
+    heartbeat_interval: float = Field(60.0, ge=1, description="seconds between heartbeats of a leased instance")
+
+
+class BufferConfig(Section):
+    """The replay buffer between rollouts and the learner."""
+
+    max_staleness: int = Field(
+        4, ge=0, description="policy versions a group may lag when it is trained; 0: synchronous"
+    )
+    max_bytes: int = Field(4 * 2**30, ge=1, description="bytes of buffered trajectories")
+    zero_variance_groups: Literal["count", "resample"] = Field(
+        "count",
+        description="groups whose rewards are all equal: count towards the batch without being trained on, "
+        "or are replaced by further groups",
+    )
+    batch_deadline: float = Field(
+        1800.0, gt=0, description="seconds the learner waits for a batch before the run fails"
+    )

@@ -1,0 +1,120 @@
+"""EnvPool: the actor that owns the run's instances, and what a RolloutWorker holds of it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import ray
+
+from actors.config import DeadlinesConfig
+from actors.env_pool_core import CloseReport, EnvPoolCore, Lease, PoolSettings
+from actors.envs.fleet import FleetControl, FleetTaskEnv
+from actors.lease_table import EnvSpec
+from actors.task import Task
+
+ACTOR_NAME = "env_pool"
+# Everybody who waits for an instance occupies one call of the actor; Ray's default of 1000 would be a hidden queue.
+MAX_CONCURRENT_CALLS = 20_000
+
+
+@ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENT_CALLS, max_restarts=3)
+class EnvPool:
+    """Named actor: settings in, leases out. Call ``start`` first: a control plane that refuses shows there.
+
+    An actor that Ray restarts starts its core again on the next call, and takes its instances over.
+    """
+
+    def __init__(self, settings: PoolSettings, api_key: str | None = None, base_url: str | None = None) -> None:
+        self._settings = settings
+        self._api_key = api_key
+        self._base_url = base_url
+        self._core: EnvPoolCore | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> CloseReport | None:
+        """Make the pool ready; returns what it cleaned up. None: it was ready."""
+        async with self._starting:
+            if self._core is not None:
+                return None
+            core = EnvPoolCore(FleetControl(self._api_key, self._base_url), self._settings)
+            report = await core.start()
+            self._core = core
+            return report
+
+    async def acquire(self, spec: EnvSpec, timeout_s: float, owner: str, lease_id: str) -> Lease:
+        await self.start()
+        return await self._core.acquire(spec, timeout_s, owner=owner, lease_id=lease_id)
+
+    async def release(self, lease_id: str, reusable: bool) -> bool:
+        await self.start()
+        return await self._core.release(lease_id, reusable)
+
+    async def release_owner(self, owner: str) -> int:
+        await self.start()
+        return await self._core.release_owner(owner)
+
+    async def close_all(self, timeout_s: float = 60.0) -> CloseReport:
+        await self.start()
+        return await self._core.close_all(timeout_s)
+
+    async def stats(self) -> dict[str, Any]:
+        await self.start()
+        return self._core.stats()
+
+
+def create_env_pool(
+    settings: PoolSettings, api_key: str | None = None, base_url: str | None = None, *, namespace: str | None = None
+) -> Any:
+    """The named actor's handle. ``start`` is the first thing to call on it."""
+    return EnvPool.options(name=ACTOR_NAME, namespace=namespace).remote(settings, api_key, base_url)
+
+
+class EnvPoolClient:
+    """A worker's side of the pool. Nothing that is cancelled here keeps an instance.
+
+    Args:
+        actor: handle of :class:`EnvPool`.
+        owner: the worker's name; see :meth:`EnvPoolCore.release_owner`.
+    """
+
+    def __init__(self, actor: Any, *, api_key: str | None = None, base_url: str | None = None, owner: str = "") -> None:
+        self._actor = actor
+        self._api_key = api_key
+        self._base_url = base_url
+        self._owner = owner
+
+    async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
+        """As :meth:`EnvPoolCore.acquire`."""
+        lease_id = uuid.uuid4().hex
+        call = self._actor.acquire.remote(spec, timeout_s, self._owner, lease_id)
+        try:
+            # The pool's own answer says more than ours would, so it gets the time to arrive.
+            return await asyncio.wait_for(call, timeout_s + 10.0)
+        except (asyncio.CancelledError, TimeoutError):
+            self._actor.release.remote(lease_id, False)
+            raise
+
+    async def release(self, lease_id: str, reusable: bool) -> bool:
+        """As :meth:`EnvPoolCore.release`."""
+        return await self._actor.release.remote(lease_id, reusable)
+
+    async def open(self, task: Task, deadlines: DeadlinesConfig) -> FleetTaskEnv:
+        """An environment for one episode on a leased instance; its close gives the lease back.
+
+        Its steps are unbounded and ungraded: the episode counts turns, and grades in a phase of its own.
+        """
+        # Answer before the caller's own deadline for the phase, to be heard.
+        timeout_s = max(0.8 * deadlines.provision, deadlines.provision - 2.0)
+        lease = await self.acquire(EnvSpec.of(task), timeout_s)
+        return FleetTaskEnv(
+            task,
+            self._api_key,
+            lease=lease,
+            give_back=self.release,
+            base_url=self._base_url,
+            max_steps=None,
+            grade_on_done=False,
+            deadlines=deadlines,
+        )

@@ -1,0 +1,163 @@
+"""A small pool of worker processes that run verifiers, which are other people's code, away from this server.
+
+What a verifier cannot do there is written in :mod:`.verifier_worker`: no network, no other processes, no writing of
+files, bounded CPU, memory and wall time. It can still read files that this user can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = Path(__file__).with_name("verifier_worker.py")
+_START_TIMEOUT_S = 30.0
+_ANSWER_MARGIN_S = 5.0  # the worker itself ends a verifier in time; a worker that does not is ended after this
+_QUEUE_LIMIT_S = 60.0
+_RESTART_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One verifier to run. ``databases``: name to path; nobody may write to these files until the verdict is there."""
+
+    code: str
+    function_name: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    databases: dict[str, str]
+    instance_id: str
+    env_key: str
+    env_variables: dict[str, Any]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it. ``error`` has ``type``, ``message`` and ``traceback`` where ``success`` is false."""
+
+    success: bool
+    result: Any
+    error: dict[str, str] | None
+    stdout: str
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+
+class _WorkerLost(Exception):
+    """The worker process ended, or did not answer in time."""
+
+
+class VerifierSandbox:
+    """``start``, any number of ``run`` at once (they queue for a worker), ``close``."""
+
+    def __init__(self, folder: Path, workers: int = 2, timeout_s: float = 10.0, memory_bytes: int = 512 << 20) -> None:
+        """``folder``: the server's temporary folder; workers that outlive a killed server remove it. ``timeout_s``: the
+        longest any verification asks for; it bounds the CPU time of a worker's child."""
+        self._workers = workers
+        self._command = (sys.executable, "-I", "-B", str(_PROGRAM), str(folder), str(timeout_s), str(memory_bytes))
+        self._jobs: asyncio.Queue[tuple[Verification, asyncio.Future[Verdict]]] = asyncio.Queue()
+        self._slots: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start the workers, without waiting for them: they are warm some 50 ms later."""
+        self._slots = [asyncio.create_task(self._keep_slot()) for _ in range(self._workers)]
+
+    async def run(self, verification: Verification) -> Verdict:
+        """Run one verifier. It always ends, with a verdict, within its time-out plus the wait for a worker."""
+        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait((verification, future))
+        limit_s = verification.timeout_s + _ANSWER_MARGIN_S + _QUEUE_LIMIT_S
+        try:
+            return await asyncio.wait_for(future, limit_s)
+        except TimeoutError:
+            return _failed("TimeoutError", f"no verdict within {limit_s:g} s: every verifier worker is busy or lost")
+
+    async def close(self) -> None:
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        while not self._jobs.empty():
+            self._jobs.get_nowait()[1].cancel()
+
+    async def _keep_slot(self) -> None:
+        """Keep one worker alive for as long as the pool is."""
+        while True:
+            try:
+                await self._serve_with_one_worker()
+            except (_WorkerLost, OSError) as lost:
+                logger.warning("a verifier worker was lost (%s); starting another", lost)
+                await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _serve_with_one_worker(self) -> None:
+        process = await _spawn(self._command)
+        try:
+            hello = await _receive(process, _START_TIMEOUT_S)
+            if not hello["confined"]:
+                logger.warning("no system-call filter on this platform: verifiers can reach the network and files")
+            while True:
+                await self._serve_one(process)
+        finally:
+            await _end(process)
+
+    async def _serve_one(self, process: asyncio.subprocess.Process) -> None:
+        verification, future = await self._jobs.get()
+        if future.cancelled():
+            return
+        try:
+            verdict = await self._ask(process, verification)
+        except BaseException as error:
+            if not future.done():
+                future.set_result(_failed("RuntimeError", f"the verifier's worker was lost: {error}"))
+            raise
+        if not future.done():
+            future.set_result(verdict)
+
+    async def _ask(self, process: asyncio.subprocess.Process, verification: Verification) -> Verdict:
+        frame = json.dumps(vars(verification)).encode()
+        process.stdin.write(struct.pack(">I", len(frame)) + frame)
+        return Verdict(**await _receive(process, verification.timeout_s + _ANSWER_MARGIN_S))
+
+
+def _failed(kind: str, message: str) -> Verdict:
+    return Verdict(False, None, {"type": kind, "message": message, "traceback": ""}, "")
+
+
+async def _spawn(command: tuple[str, ...]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd="/",
+        env={"PATH": os.defpath, "LANG": "C.UTF-8", "TZ": "UTC"},  # none of the server's secrets
+        start_new_session=True,  # Ctrl-C is for the server, which then ends its workers in order
+    )
+
+
+async def _receive(process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            (length,) = struct.unpack(">I", await process.stdout.readexactly(4))
+            return json.loads(await process.stdout.readexactly(length))
+    except TimeoutError:
+        raise _WorkerLost(f"no answer within {timeout_s:g} s") from None
+    except asyncio.IncompleteReadError:
+        raise _WorkerLost("it ended") from None
+    except ValueError as error:
+        raise _WorkerLost(f"it sent something unreadable: {error}") from error
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the worker and, if it is running one, its verifier
+    await process.wait()

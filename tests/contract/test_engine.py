@@ -1,0 +1,206 @@
+"""A real vLLM engine: what it samples, what it refuses, and how its versions change under requests in flight."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from serve.config import PolicyConfig
+from serve.engine import Engine, EngineDead, GenerateTimeout, RequestRefused, _check_vllm_version
+from serve.sampling import Sampling
+from serve.weight_transfer import SharedFolder, pack_weights
+from tests.models import byte_tokenizer, perturbed_weights, reference_logprobs, tiny_qwen3
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = PolicyConfig(dtype="float32", max_model_len=1024, max_num_seqs=8, enforce_eager=True, kv_cache_gib=0.1)
+EOS = byte_tokenizer().eos_token_id
+PROMPT = list(b"Move all open tickets of Ada to the next release.")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model):
+    engine = await Engine.start(CONFIG, model)
+    yield engine
+    await engine.shutdown()
+
+
+async def sample(engine, prompt=PROMPT, salt=None, **sampling):
+    return await engine.generate(prompt, Sampling(**sampling), request_id="test", cache_salt=salt)
+
+
+async def update(engine, weights, version):
+    folder = SharedFolder("test")
+    with folder.snapshot_file(pack_weights(weights), version) as path:
+        report = await engine.update(path, version)
+    folder.close()
+    return report
+
+
+def error(completion, reference):
+    """Largest difference between the engine's logprobs and the reference's."""
+    return max(abs(a - b) for a, b in zip(completion.logprobs, reference.tolist(), strict=True))
+
+
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(engine, model):
+    for temperature, prompt in ((1.0, PROMPT), (0.6, PROMPT[:3]), (1.5, PROMPT * 5)):
+        turn = await sample(engine, prompt, temperature=temperature, max_tokens=24, seed=1)
+        assert error(turn, reference_logprobs(model, prompt, turn.token_ids, temperature)) < 1e-3
+
+
+async def test_the_same_seed_gives_the_same_turn_whatever_runs_beside_it(engine):
+    alone = await sample(engine, max_tokens=16, seed=7)
+    beside = await asyncio.gather(*(sample(engine, PROMPT * (1 + i), max_tokens=16, seed=7 + i) for i in range(6)))
+    assert beside[0].token_ids == alone.token_ids
+    assert len({tuple(turn.token_ids) for turn in beside}) == 6
+
+
+async def test_without_a_seed_turns_differ(engine):
+    turns = await asyncio.gather(*(sample(engine, max_tokens=16) for _ in range(6)))
+    assert len({tuple(turn.token_ids) for turn in turns}) == 6
+
+
+async def test_a_turn_ends_with_the_end_of_sequence_token_or_at_the_limit(engine):
+    turns = await asyncio.gather(*(sample(engine, max_tokens=64, seed=i, temperature=1.5) for i in range(32)))
+    ended = [turn for turn in turns if turn.stop_reason == "stop"]
+    cut = [turn for turn in turns if turn.stop_reason == "length"]
+    assert ended and cut and len(ended) + len(cut) == len(turns)
+    assert all(turn.token_ids.index(EOS) == len(turn.token_ids) - 1 for turn in ended)
+    assert all(len(turn.token_ids) == 64 and EOS not in turn.token_ids for turn in cut)
+    assert all(len(turn.logprobs) == len(turn.token_ids) for turn in turns)
+
+
+async def test_a_stop_string_ends_the_turn_after_the_token_that_completes_it(engine):
+    decode = byte_tokenizer().decode
+    whole = await sample(engine, max_tokens=40, seed=3)
+    at = next(i for i in range(8, 40) if decode(whole.token_ids[i : i + 1]).isascii())
+    stop = decode(whole.token_ids[at : at + 1])
+    first = next(i for i, token in enumerate(whole.token_ids) if decode([token]) == stop)
+    turn = await sample(engine, max_tokens=40, seed=3, stop=("never said", stop))
+    assert (turn.stop_reason, turn.stop_string) == ("stop", stop)
+    assert turn.token_ids == whole.token_ids[: first + 1]
+    assert len(turn.logprobs) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ([], {}, "no tokens"),
+        ([1] * 1024, {}, "1024 tokens leaves no room"),
+        ([1, 320], {}, "outside the model's 320"),
+        ([-1], {}, "outside the model's 320"),
+        (PROMPT, {"temperature": -1.0}, "temperature"),
+        (PROMPT, {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_a_request_that_cannot_run_is_refused_and_the_next_is_answered(engine, prompt, sampling, reason):
+    with pytest.raises(RequestRefused, match=reason):
+        await sample(engine, prompt, **sampling)
+    assert len((await sample(engine, max_tokens=2)).token_ids) <= 2
+
+
+async def test_a_cancelled_request_leaves_the_engine(engine):
+    task = asyncio.create_task(sample(engine, max_tokens=900))
+    while not engine.requests_in_flight:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.requests_in_flight == 0
+    assert not engine._llm.output_processor.request_states
+
+
+async def test_an_update_under_requests_in_flight_is_stamped_exactly(engine, model):
+    """Each token's logprob is the one of the weights its span names: before the boundary the old, after it the new.
+
+    The keys and values of the tokens before it stay the old weights', so the new ones are compared with a reference
+    that mixes both: here, by weights that differ in the output head only, which no key or value depends on.
+    """
+    old = perturbed_weights(model, seed=0, scale=0.0)
+    new = old | {"lm_head.weight": perturbed_weights(model, seed=1)["lm_head.weight"]}
+    before = engine.version
+    tasks = [asyncio.create_task(sample(engine, max_tokens=300, seed=i)) for i in range(8)]
+    while not all(state.detokenizer.num_output_tokens() > 20 for state in states(engine)) or len(states(engine)) < 4:
+        await asyncio.sleep(0.001)
+    report = await update(engine, new, before + 1)
+    late = await sample(engine, max_tokens=8)
+    turns = await asyncio.gather(*tasks)
+    assert report.version == engine.version == before + 1
+    assert late.spans == [(before + 1, 0, len(late.token_ids))]
+    straddling = [turn for turn in turns if len(turn.spans) == 2]
+    assert len(straddling) >= 3
+    for turn in straddling:
+        (v0, start, boundary), (v1, again, end) = turn.spans
+        assert (v0, v1, start, again, end) == (before, before + 1, 0, boundary, len(turn.token_ids))
+        under_old = reference_logprobs(model, PROMPT, turn.token_ids)
+        under_new = reference_logprobs(model, PROMPT, turn.token_ids, weights=new)
+        found = turn.logprobs
+        for i in range(end):
+            expected = (under_old if i < boundary else under_new)[i].item()
+            assert abs(found[i] - expected) < 1e-3, f"token {i} of {end}, boundary {boundary}"
+    await update(engine, old, before + 2)
+
+
+def states(engine):
+    return engine._llm.output_processor.request_states.values()
+
+
+async def test_keys_and_values_of_old_weights_are_reused_only_under_the_old_salt(engine, model):
+    prompt = PROMPT * 7  # more than two of the cache's blocks of 128 tokens
+    first = await sample(engine, prompt, max_tokens=8, seed=1)
+    weights = perturbed_weights(model, seed=2)
+    await update(engine, weights, engine.version + 1)
+    stale = await sample(engine, prompt, max_tokens=8, seed=1, salt=first.cache_salt)
+    fresh = await sample(engine, prompt, max_tokens=8, seed=1)
+    assert fresh.cache_salt == f"v{engine.version}" != first.cache_salt
+    assert error(fresh, reference_logprobs(model, prompt, fresh.token_ids, weights=weights)) < 1e-3
+    assert error(stale, reference_logprobs(model, prompt, stale.token_ids, weights=weights)) > 1e-2
+
+
+async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(model):
+    config = CONFIG.model_copy(update={"generate_timeout_s": 1.0, "health_timeout_s": 1.0})
+    before = set(engine_processes())
+    engine = await Engine.start(config, model)
+    folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    assert folder.is_dir()
+    (core,) = set(engine_processes()) - before
+    await engine.check()
+    core.send_signal(signal.SIGSTOP)
+    with pytest.raises(GenerateTimeout, match="not answered within 1 s"):
+        await sample(engine)
+    waiting = asyncio.create_task(sample(engine))
+    with pytest.raises(EngineDead, match="no token within 1 s"):
+        await engine.check()
+    for answer in (waiting, sample(engine), engine.check()):
+        with pytest.raises((EngineDead, GenerateTimeout)):
+            await answer
+    with pytest.raises(EngineDead):
+        await sample(engine)
+    core.wait(5)
+    assert not folder.exists()
+
+
+def engine_processes():
+    return [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
+
+
+async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):
+    with pytest.raises(EngineDead, match="did not start"):
+        await Engine.start(CONFIG, tmp_path)
+
+
+async def test_another_vllm_is_named_with_the_ones_that_fit():
+    with pytest.raises(ImportError, match=r"0\.30\.1 is not supported: install 0\.26 or later, before 0\.30"):
+        _check_vllm_version("0.30.1")
+    _check_vllm_version("0.26.0")
+    _check_vllm_version("0.29.1+cpu")

@@ -1,0 +1,242 @@
+"""The configuration of a run: one closed tree, read from YAML and overridden by ``--dotted.key value``.
+
+Nothing heavy is imported here, so that a wrong key is reported before Ray, torch or vLLM load.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from actors.config import BufferConfig, EnvironmentConfig, GeneratorConfig, Section
+from serve.config import PolicyConfig
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used, in one line."""
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: float = Field(1e-6, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+
+
+class ModelConfig(Section):
+    path: str = Field("Qwen/Qwen2.5-1.5B-Instruct", description="a Hugging Face folder or name")
+
+
+class PolicyTrainingConfig(Section):
+    """The policy as the learner sees it."""
+
+    model: ModelConfig = ModelConfig()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    gradient_checkpointing: bool = False
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss."""
+
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = "grpo"
+    loss: Literal["ppo_clip", "cispo", "gspo", "decoupled"] = "ppo_clip"
+    eps_clip_low: float = Field(0.2, ge=0)
+    eps_clip_high: float = Field(0.28, ge=0)
+    dual_clip: float | None = Field(None, gt=1, description="bounds the loss of negative advantages; 3 is usual")
+    use_kl_loss: bool = False
+    kl_loss_coef: float = Field(0.001, ge=0)
+    overlong_filtering: bool = Field(
+        True, description="episodes cut at a token limit are neither trained on nor part of the group's baseline"
+    )
+    shuffle_rewards: bool = Field(
+        False, description="a control: rewards are permuted over the batch, so that there is nothing to learn"
+    )
+
+
+class LearnerConfig(Section):
+    """The learner's processes."""
+
+    num_workers: int = Field(1, ge=1, description="ranks")
+    use_gpu: bool = True
+    num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a rank")
+    num_threads: int = Field(1, ge=1, description="OpenMP threads of a rank")
+    zero_stage: Literal[1, 2] = Field(2, description="DeepSpeed ZeRO stage")
+    tokens_per_microbatch: int = Field(16_384, ge=1)
+    start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks are up")
+    publish_timeout: float = Field(300.0, gt=0, description="seconds one weight update may take on all replicas")
+
+
+class TrainerConfig(Section):
+    """The training loop."""
+
+    policy: PolicyTrainingConfig = PolicyTrainingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    train_batch_size: int = Field(4, ge=1, description="groups of a step")
+    epochs: int = Field(20, ge=1, description="passes over the training tasks")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epochs say")
+    ckpt_interval: int = Field(10, ge=1, description="steps between checkpoints; the last step always writes one")
+    max_ckpts_to_keep: int = Field(2, ge=1)
+    eval_before_train: bool = True
+    eval_after_train: bool = True
+
+
+class DataConfig(Section):
+    """Task files."""
+
+    train_tasks: Path
+    eval_tasks: Path | None = Field(None, description="held-out tasks; without it a share of train_tasks is held out")
+    eval_ratio: float = Field(0.1, gt=0, lt=1, description="share held out of train_tasks when eval_tasks is not set")
+    max_tasks: int | None = Field(None, ge=1, description="at most this many training tasks")
+    max_eval_tasks: int | None = Field(None, ge=1, description="at most this many held-out tasks")
+
+
+class TrackingConfig(Section):
+    """Where metrics go. ``metrics.jsonl`` is always written."""
+
+    tensorboard: bool = True
+    wandb: bool = Field(True, description="offline without WANDB_API_KEY")
+    project: str = "fleet-task-grpo"
+
+
+class RunConfig(Section):
+    """Everything a run is told."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="the run's name; its folder is output_dir/name")
+    seed: int = Field(0, ge=0)
+    output_dir: Path = Path("runs")
+    object_store_bytes: int = Field(
+        512 * 2**20, ge=80 * 2**20, description="size of Ray's object store, where the run starts Ray itself"
+    )
+    overwrite: bool = Field(False, description="replace the folder of an ended run with the same name")
+    run_timeout: float = Field(7 * 86400.0, gt=0, description="seconds after which the run is ended")
+    trainer: TrainerConfig = TrainerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    policy: PolicyConfig = PolicyConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    buffer: BufferConfig = BufferConfig()
+    data: DataConfig
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> RunConfig:
+        generator, trainer = self.generator, self.trainer
+        if generator.max_inflight_episodes < generator.n_samples_per_prompt:
+            raise ValueError(
+                f"generator.max_inflight_episodes {generator.max_inflight_episodes} holds no group of "
+                f"generator.n_samples_per_prompt {generator.n_samples_per_prompt}"
+            )
+        if generator.max_input_length >= self.policy.max_model_len:
+            raise ValueError(
+                f"generator.max_input_length {generator.max_input_length} leaves no room to sample in "
+                f"policy.max_model_len {self.policy.max_model_len}"
+            )
+        if trainer.algorithm.use_kl_loss and trainer.algorithm.kl_loss_coef == 0:
+            raise ValueError("trainer.algorithm.use_kl_loss is set but kl_loss_coef is 0")
+        if generator.sampling_params.temperature == 0:
+            raise ValueError("generator.sampling_params.temperature 0 samples one trajectory n times: nothing to learn")
+        # Corrections for top-p and top-k need the engine's own normaliser, so the learner could not match its logprobs.
+        if generator.sampling_params.top_p < 1 or generator.sampling_params.top_k not in (-1, 0):
+            raise ValueError("generator.sampling_params.top_p and top_k must be 1 and -1 for training")
+        return self
+
+
+class _CommandLine(BaseSettings, RunConfig):
+    """RunConfig with overrides from the command line. Environment variables are no source: a stray NAME must not count."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        cli_prog_name="python -m train.run CONFIG",
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls, init_settings, **_):
+        return (init_settings,)
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """Read ``path`` and apply ``--dotted.key value`` pairs. ``--help`` among them prints every key and exits.
+
+    Raises:
+        ConfigError: one line that names the key and, for an unknown one, the nearest known key.
+    """
+    raw = _read_yaml(path)
+    for argument in overrides:
+        key = argument[2:].partition("=")[0]
+        if argument.startswith("--") and key != "help" and key not in known_keys():
+            raise ConfigError(_unknown_key(key))
+    try:
+        source = CliSettingsSource(_CommandLine, cli_parse_args=overrides)
+        merged = _CommandLine(_cli_settings_source=source, **raw)
+        return RunConfig.model_validate(merged.model_dump())
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe(error)}") from None
+    except SettingsError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
+def print_help() -> None:
+    """Print every key of the configuration with its type, meaning and default."""
+    CliSettingsSource(_CommandLine, cli_parse_args=False).root_parser.print_help()
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
+        raise ConfigError(f"configuration file {path} must hold a mapping of keys")
+    return raw
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem of a validation error, in one line."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(where) + more
+    message = first["msg"].removeprefix("Value error, ")
+    if not where:
+        return message + more
+    got = f", got {first['input']!r}" if first["type"] != "missing" else ""
+    return f"'{where}': {message[:1].lower()}{message[1:]}{got}"[:400] + more
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration, sections included."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += known_keys(info.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _unknown_key(key: str) -> str:
+    nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
+    return f"unknown key '{key}'; the nearest known key is '{nearest[0]}'"

@@ -1,0 +1,434 @@
+"""What is measured: the table of every metric, and how each is computed from groups, counts and evaluations.
+
+Names follow SkyRL-Fleet trainings, so that old and new runs can be laid over each other. ``docs/metrics.md`` shows the
+same table; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from actors.trajectory import Cancelled, Graded, Group, InfraFailed, StopReason, Trajectory
+from train.evaluate import EvalResult, PassRate
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric, or one family of them.
+
+    ``name`` may hold ``{env}`` (an environment key, ``/`` written as ``_``), ``{n}`` (samples of a task), ``{lag}``
+    (policy versions) and ``{reason}`` (a stop reason or the cause of a drop).
+    """
+
+    name: str
+    unit: str
+    source: str
+    meaning: str
+    healthy: str
+
+
+_PLACEHOLDERS = {"env": r"(?P<env>[^/]+)", "n": r"\d+", "lag": r"\d+", "reason": r"[a-z_]+"}
+_SHARE = "share"
+
+METRICS: tuple[MetricSpec, ...] = (
+    # reward: the groups of one training batch
+    MetricSpec(
+        "reward/avg_pass_at_{n}",
+        _SHARE,
+        "batch",
+        "tasks with at least one reward above 0; with n = 1, mean over tasks of the share of such attempts",
+        "rising",
+    ),
+    MetricSpec("reward/avg_raw_reward", "reward", "batch", "mean reward of graded attempts", "rising"),
+    MetricSpec(
+        "reward/mean_positive_reward",
+        "reward",
+        "batch",
+        "mean of max(reward, 0) over graded attempts (the older trainings' definition under this name)",
+        "rising",
+    ),
+    MetricSpec("reward/{env}/pass_at_{n}", _SHARE, "batch", "reward/avg_pass_at_{n} of one environment", "rising"),
+    MetricSpec(
+        "reward/{env}/variance_per_prompt",
+        "reward²",
+        "batch",
+        "mean over tasks with two or more graded attempts of the variance of their rewards",
+        "0.05 to 0.25, the maximum of binary rewards; 0 teaches nothing",
+    ),
+    MetricSpec(
+        "reward/{env}/signal_ratio",
+        _SHARE,
+        "batch",
+        "tasks with two or more graded attempts whose rewards differ",
+        "above 0.25; below, the environment is too hard or too easy",
+    ),
+    MetricSpec("reward/{env}/mean_positive_reward", "reward", "batch", "mean of the rewards above 0", "flat"),
+    # eval: held-out tasks, under the run's sampling parameters; greedy_ at temperature 0
+    MetricSpec(
+        "eval/{env}/pass_at_1",
+        _SHARE,
+        "evaluation",
+        "mean over tasks of the share of graded attempts with reward above 0; {env} is `all` for all together",
+        "rising",
+    ),
+    MetricSpec("eval/{env}/pass_at_1_stderr", _SHARE, "evaluation", "its standard error over tasks", "below 0.05"),
+    MetricSpec("eval/{env}/pass_at_{n}", _SHARE, "evaluation", "tasks with any reward above 0 in n attempts", "rising"),
+    MetricSpec("eval/{env}/variance_per_prompt", "reward²", "evaluation", "as in reward/", "falling"),
+    MetricSpec("eval/{env}/mean_positive_reward", "reward", "evaluation", "mean of the rewards above 0", "flat"),
+    MetricSpec("eval/{env}/num_tasks", "tasks", "evaluation", "tasks with at least one graded attempt", "constant"),
+    MetricSpec("eval/{env}/num_samples", "attempts", "evaluation", "graded attempts", "constant"),
+    MetricSpec("eval/{env}/not_graded", "attempts", "evaluation", "attempts left out: the reward is unknown", "0"),
+    MetricSpec("eval/{env}/greedy_pass_at_1", _SHARE, "evaluation", "pass_at_1 at temperature 0", "rising"),
+    MetricSpec("eval/{env}/greedy_pass_at_1_stderr", _SHARE, "evaluation", "its standard error", "below 0.05"),
+    MetricSpec("eval/{env}/greedy_num_tasks", "tasks", "evaluation", "tasks attempted greedily and graded", "constant"),
+    MetricSpec("eval/{env}/greedy_num_samples", "attempts", "evaluation", "greedy graded attempts", "constant"),
+    MetricSpec("eval/{env}/greedy_not_graded", "attempts", "evaluation", "greedy attempts left out", "0"),
+    # environment: episodes of one training batch that began, whatever their outcome
+    MetricSpec("environment/{env}/avg_turns", "turns", "batch", "mean turns of an episode", "below max_turns"),
+    MetricSpec("environment/{env}/min_turns", "turns", "batch", "fewest", "above 0"),
+    MetricSpec("environment/{env}/max_turns", "turns", "batch", "most", "below max_turns"),
+    MetricSpec("environment/{env}/avg_tool_calls", "calls", "batch", "mean tool calls of an episode", "above 0"),
+    MetricSpec("environment/{env}/tool_calls_per_turn", "calls", "batch", "tool calls by turns", "near 1"),
+    MetricSpec("environment/{env}/avg_tool_errors", "calls", "batch", "mean failed calls of an episode", "falling"),
+    MetricSpec("environment/{env}/total_tool_errors", "calls", "batch", "failed tool calls", "falling"),
+    MetricSpec("environment/{env}/tool_error_rate", _SHARE, "batch", "tool calls that failed", "below 0.5"),
+    MetricSpec("environment/{env}/num_episodes", "episodes", "batch", "episodes that began", "constant"),
+    MetricSpec("environment/{env}/env_init_failed", "episodes", "batch", "failed before their first turn", "0"),
+    MetricSpec("environment/avg_turns", "turns", "batch", "of all environments together", "below max_turns"),
+    MetricSpec("environment/avg_tool_calls", "calls", "batch", "likewise", "above 0"),
+    MetricSpec("environment/tool_calls_per_turn", "calls", "batch", "likewise", "near 1"),
+    MetricSpec("environment/avg_tool_errors", "calls", "batch", "likewise", "falling"),
+    MetricSpec("environment/total_tool_errors", "calls", "batch", "likewise", "falling"),
+    MetricSpec("environment/tool_error_rate", _SHARE, "batch", "likewise", "below 0.5"),
+    MetricSpec("environment/total_episodes", "episodes", "batch", "likewise", "constant"),
+    MetricSpec("environment/total_env_init_failed", "episodes", "batch", "likewise", "0"),
+    # generate: what the policy sampled for one training batch
+    MetricSpec("generate/avg_num_tokens", "tokens", "batch", "mean sampled tokens of an episode that began", "stable"),
+    MetricSpec("generate/min_num_tokens", "tokens", "batch", "fewest", "above 0"),
+    MetricSpec("generate/max_num_tokens", "tokens", "batch", "most", "below the context"),
+    MetricSpec("generate/std_num_tokens", "tokens", "batch", "standard deviation", "stable"),
+    MetricSpec("generate/avg_tokens_non_zero_rewards", "tokens", "batch", "mean where the reward is not 0", "stable"),
+    MetricSpec("generate/avg_tokens_zero_rewards", "tokens", "batch", "mean where the reward is 0", "stable"),
+    MetricSpec("generate/env_init_failures", "episodes", "batch", "failed before their first turn", "0"),
+    MetricSpec("generate/trajectory_timeouts", "episodes", "batch", "ended by the episode's deadline", "0"),
+    MetricSpec(
+        "generate/stop_{reason}",
+        _SHARE,
+        "batch",
+        "episodes that ended this way: done, env_done, max_turns, length, timeout, error",
+        "done or env_done near 1",
+    ),
+    MetricSpec("generate/tokens_per_s", "tokens/s", "driver", "sampled by all workers since the last step", "stable"),
+    # staleness: trained version minus sampled version, over one training batch
+    MetricSpec("staleness/mean", "versions", "batch", "mean over groups of the lag of their oldest token", "below max"),
+    MetricSpec("staleness/max", "versions", "batch", "largest", "at most buffer.max_staleness"),
+    MetricSpec("staleness/token_mean", "versions", "batch", "mean over sampled tokens", "below staleness/mean"),
+    MetricSpec("staleness/mixed_share", _SHARE, "batch", "trajectories sampled under more than one version", "any"),
+    MetricSpec("staleness/share_lag_{lag}", _SHARE, "batch", "groups with exactly this lag", "any"),
+    # the learner
+    MetricSpec("policy/final_loss", "nats", "learner", "the loss that was minimised, penalties included", "small"),
+    MetricSpec("policy/policy_loss", "nats", "learner", "its policy-gradient part", "small"),
+    MetricSpec("policy/ppo_clip_ratio", _SHARE, "learner", "trained tokens whose ratio was clipped", "0.001 to 0.2"),
+    MetricSpec("policy/policy_entropy", "nats", "learner", "mean entropy where tokens were sampled", "falling slowly"),
+    MetricSpec("policy/policy_kl", "nats", "learner", "estimated divergence from the policy that sampled", "below 0.1"),
+    MetricSpec("policy/grad_norm", "norm", "learner", "of the gradient before clipping", "stable"),
+    MetricSpec("policy/policy_lr", "1", "learner", "learning rate of the step", "as configured"),
+    MetricSpec("policy/response_length", "tokens", "learner", "mean sampled tokens of a trained trajectory", "stable"),
+    MetricSpec("loss/avg_final_rewards", "reward", "learner", "mean reward of the trained trajectories", "rising"),
+    MetricSpec("loss/avg_raw_advantages", "reward", "learner", "mean advantage of the trained trajectories", "near 0"),
+    MetricSpec("loss/avg_raw_advantages_abs", "reward", "learner", "mean size of an advantage", "above 0"),
+    MetricSpec("loss/trained_tokens", "tokens", "learner", "sampled tokens with a non-zero advantage", "above 0"),
+    MetricSpec("loss/trained_groups", "groups", "learner", "groups with a non-zero advantage", "above 0"),
+    # mismatch: the learner's logprobs of sampled tokens against the engine's
+    MetricSpec(
+        "mismatch/logp_abs_diff_mean",
+        "nats",
+        "learner",
+        "mean difference, only tokens sampled under the version that is trained: engine against learner",
+        "below 0.05 in bf16, 0.001 in fp32",
+    ),
+    MetricSpec("mismatch/logp_abs_diff_p99", "nats", "learner", "its 99th percentile", "below 0.3 in bf16"),
+    MetricSpec("mismatch/logp_abs_diff_max", "nats", "learner", "its maximum", "below 1 in bf16"),
+    MetricSpec("mismatch/k3_kl", "nats", "learner", "k3 estimate of the divergence, the same tokens", "below 0.001"),
+    MetricSpec("mismatch/ratio_max", "1", "learner", "largest ratio of probabilities, all tokens", "below 10"),
+    MetricSpec("mismatch/ess", _SHARE, "learner", "effective sample size of the ratios, all tokens", "above 0.9"),
+    MetricSpec("mismatch/frac_vetoed", _SHARE, "learner", "tokens of sequences that carry no loss", "0; below 0.01"),
+    MetricSpec("mismatch/lag_{lag}/logp_abs_diff_mean", "nats", "learner", "tokens of one lag", "grows with the lag"),
+    MetricSpec("mismatch/lag_{lag}/k3_kl", "nats", "learner", "likewise", "grows with the lag"),
+    # where the time of a step goes
+    MetricSpec("timing/step", "s", "learner", "from one step's end to the next", "stable"),
+    MetricSpec("timing/wait_batch", "s", "learner", "waiting for a batch: rollouts are the bottleneck", "near 0"),
+    MetricSpec("timing/train", "s", "learner", "forward, backward and optimiser", "stable"),
+    MetricSpec("timing/publish", "s", "learner", "until every replica has the new weights", "small"),
+    MetricSpec("timing/checkpoint", "s", "learner", "writing a checkpoint", "small"),
+    MetricSpec("timing/eval", "s", "driver", "one evaluation", "stable"),
+    MetricSpec("sync/pack_s", "s", "learner", "packing the weights and storing them", "small"),
+    MetricSpec("sync/update_s", "s", "learner", "until the last replica confirmed", "small"),
+    MetricSpec("sync/version", "version", "learner", "the published policy version", "grows by 1"),
+    MetricSpec("trainer/global_step", "steps", "learner", "optimiser steps so far", "grows by 1"),
+    MetricSpec("trainer/epoch", "epochs", "learner", "passes over the training tasks so far", "growing"),
+    # counts at the end of a step
+    MetricSpec("buffer/running", "groups", "buffer", "groups in flight", "above 0"),
+    MetricSpec("buffer/buffered", "groups", "buffer", "groups waiting to be trained", "0 to max_staleness batches"),
+    MetricSpec("buffer/bytes", "bytes", "buffer", "their size", "below buffer.max_bytes"),
+    MetricSpec("buffer/capacity", "groups", "buffer", "tickets that could be given now", "near 0"),
+    MetricSpec("buffer/trained", "groups", "buffer", "trained so far", "growing"),
+    MetricSpec(
+        "buffer/dropped_{reason}",
+        "groups",
+        "buffer",
+        "dropped so far: stale, too_few_graded, zero_variance, cancelled, failed, draining",
+        "few",
+    ),
+    MetricSpec("buffer/zero_variance_all_solved", "groups", "buffer", "groups in which every attempt won", "rising"),
+    MetricSpec("buffer/zero_variance_none_solved", "groups", "buffer", "groups in which none did", "falling"),
+    MetricSpec("ledger/dispatched", "episodes", "buffer", "given to workers: the sum of the next five", "growing"),
+    MetricSpec("ledger/graded", "episodes", "buffer", "the verifier answered", "near dispatched"),
+    MetricSpec("ledger/ungraded", "episodes", "buffer", "the verifier failed", "0"),
+    MetricSpec("ledger/infra_failed", "episodes", "buffer", "our side, the network or the instance failed", "few"),
+    MetricSpec("ledger/cancelled", "episodes", "buffer", "ended by us", "few"),
+    MetricSpec("ledger/in_flight", "episodes", "buffer", "running now", "above 0"),
+    MetricSpec("leases/leased", "instances", "pool", "in use", "above 0"),
+    MetricSpec("leases/idle", "instances", "pool", "warm, waiting to be used again", "few"),
+    MetricSpec("leases/making", "instances", "pool", "being made", "few"),
+    MetricSpec("leases/deleting", "instances", "pool", "being deleted", "few"),
+    MetricSpec("leases/waiting", "episodes", "pool", "waiting for an instance", "0; else the quota is the bottleneck"),
+    MetricSpec("leases/capacity", "instances", "pool", "how many may exist at once", "constant"),
+)
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], MetricSpec]]:
+    """Exact names before families: ``eval/{env}/pass_at_1`` is not ``eval/{env}/pass_at_{n}``."""
+    ordered = sorted(METRICS, key=lambda spec: "{n}" in spec.name)
+    return [(re.compile(_pattern(spec.name)), spec) for spec in ordered]
+
+
+def _pattern(name: str) -> str:
+    parts = re.split(r"\{(\w+)\}", name)
+    return "".join(_PLACEHOLDERS[part] if index % 2 else re.escape(part) for index, part in enumerate(parts))
+
+
+@cache
+def find_spec(name: str) -> tuple[MetricSpec, str | None] | None:
+    """The table's entry for a metric's name, and the environment in it; ``None`` for a name the table does not hold."""
+    for pattern, spec in _patterns():
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return spec, match.groupdict().get("env")
+    return None
+
+
+def env_name(env_key: str) -> str:
+    """An environment's key as part of a metric's name."""
+    return env_key.replace("/", "_")
+
+
+def _graded_rewards(group: Group) -> list[float]:
+    return [t.outcome.reward for t in group.trajectories if isinstance(t.outcome, Graded)]
+
+
+def _by_env(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    grouped: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        grouped[env_name(group.env_key)].append(group)
+    return grouped
+
+
+def _any_solved(rewards: list[list[float]]) -> float:
+    return float(np.mean([max(task) > 0 for task in rewards]))
+
+
+def _solved_share(rewards: list[list[float]]) -> float:
+    return float(np.mean([np.mean([r > 0 for r in task]) for task in rewards]))
+
+
+def _variances(rewards: list[list[float]]) -> list[float]:
+    return [float(np.var(task)) for task in rewards if len(task) >= 2]
+
+
+def _mean_positive(rewards: list[list[float]]) -> Metrics:
+    positive = [r for task in rewards for r in task if r > 0]
+    return {"mean_positive_reward": float(np.mean(positive))} if positive else {}
+
+
+def reward_metrics(groups: list[Group], n: int) -> Metrics:
+    """``reward/*`` of a training batch with ``n`` samples a task. Ungraded attempts count nowhere, not as zeros."""
+    rewards = [r for r in map(_graded_rewards, groups) if r]
+    if not rewards:
+        return {}
+    flat = np.concatenate([np.asarray(task) for task in rewards])
+    metrics = {
+        "reward/avg_pass_at_1": _solved_share(rewards),
+        "reward/avg_raw_reward": float(flat.mean()),
+        "reward/mean_positive_reward": float(np.maximum(flat, 0).mean()),
+    }
+    if n > 1:
+        metrics[f"reward/avg_pass_at_{n}"] = _any_solved(rewards)
+    for env, members in _by_env(groups).items():
+        metrics |= {f"reward/{env}/{name}": value for name, value in _env_reward_metrics(members, n).items()}
+    return metrics
+
+
+def _env_reward_metrics(groups: list[Group], n: int) -> Metrics:
+    rewards = [r for r in map(_graded_rewards, groups) if r]
+    if not rewards:
+        return {}
+    metrics = {"pass_at_1": _solved_share(rewards), **_mean_positive(rewards)}
+    if n > 1:
+        metrics[f"pass_at_{n}"] = _any_solved(rewards)
+    variances = _variances(rewards)
+    if variances:
+        metrics["variance_per_prompt"] = float(np.mean(variances))
+        metrics["signal_ratio"] = float(np.mean([v > 0 for v in variances]))
+    return metrics
+
+
+def eval_group_metrics(groups: list[Group], n: int) -> Metrics:
+    """What an evaluation with ``n`` samples a task tells beyond its pass rates (see :func:`eval_metrics`)."""
+    metrics: Metrics = {}
+    for env, members in {"all": groups, **_by_env(groups)}.items():
+        rewards = [r for r in map(_graded_rewards, members) if r]
+        if not rewards:
+            continue
+        values = _mean_positive(rewards)
+        if n > 1:
+            values[f"pass_at_{n}"] = _any_solved(rewards)
+        if variances := _variances(rewards):
+            values["variance_per_prompt"] = float(np.mean(variances))
+        metrics |= {f"eval/{env}/{name}": value for name, value in values.items()}
+    return metrics
+
+
+def eval_metrics(result: EvalResult) -> Metrics:
+    """The pass rates of one evaluation under their names; those of a greedy one begin with ``greedy_``."""
+    prefix = "greedy_" if result.label == "greedy" else ""
+    metrics: Metrics = {}
+    for env, rate in {"all": result.overall, **result.per_env}.items():
+        for name, value in _rate_values(rate).items():
+            metrics[f"eval/{env_name(env)}/{prefix}{name}"] = value
+    return metrics
+
+
+def _rate_values(rate: PassRate) -> Metrics:
+    return {
+        "pass_at_1": rate.pass_at_1,
+        "pass_at_1_stderr": rate.stderr,
+        "num_tasks": rate.tasks,
+        "num_samples": rate.attempts,
+        "not_graded": rate.not_graded,
+    }
+
+
+def _init_failed(trajectory: Trajectory) -> bool:
+    return isinstance(trajectory.outcome, InfraFailed) and trajectory.turns == 0
+
+
+def _began(trajectory: Trajectory) -> bool:
+    """Episodes that never had an environment would pull every average towards zero."""
+    return trajectory.turns > 0 and not isinstance(trajectory.outcome, Cancelled)
+
+
+def environment_metrics(groups: list[Group]) -> Metrics:
+    """``environment/*`` of a training batch, per environment and over all."""
+    metrics: Metrics = {}
+    for env, members in _by_env(groups).items():
+        values = _episode_metrics([t for group in members for t in group.trajectories])
+        metrics |= {f"environment/{env}/{name}": value for name, value in values.items()}
+    values = _episode_metrics([t for group in groups for t in group.trajectories])
+    for name, value in values.items():
+        if name in ("num_episodes", "env_init_failed"):
+            metrics[f"environment/total_{name.removeprefix('num_')}"] = value
+        elif name not in ("min_turns", "max_turns"):
+            metrics[f"environment/{name}"] = value
+    return metrics
+
+
+def _episode_metrics(trajectories: list[Trajectory]) -> Metrics:
+    began = [t for t in trajectories if _began(t)]
+    counts = {"num_episodes": len(began), "env_init_failed": sum(map(_init_failed, trajectories))}
+    if not began:
+        return counts
+    turns = [t.turns for t in began]
+    calls = sum(t.tool_calls for t in began)
+    errors = sum(t.tool_errors for t in began)
+    return {
+        **counts,
+        "avg_turns": float(np.mean(turns)),
+        "min_turns": min(turns),
+        "max_turns": max(turns),
+        "avg_tool_calls": calls / len(began),
+        "tool_calls_per_turn": calls / sum(turns),
+        "avg_tool_errors": errors / len(began),
+        "total_tool_errors": errors,
+        "tool_error_rate": errors / calls if calls else 0.0,
+    }
+
+
+def generate_metrics(groups: list[Group]) -> Metrics:
+    """``generate/*`` of a training batch: lengths in sampled tokens, and how episodes ended."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    metrics: Metrics = {
+        "generate/env_init_failures": sum(map(_init_failed, trajectories)),
+        "generate/trajectory_timeouts": sum(t.stop_reason is StopReason.TIMEOUT for t in trajectories),
+    }
+    began = [t for t in trajectories if _began(t)]
+    if not began:
+        return metrics
+    tokens = np.array([int(t.mask.sum()) for t in began])
+    metrics |= {f"generate/{name}_num_tokens": float(getattr(np, name)(tokens)) for name in ("min", "max", "std")}
+    metrics["generate/avg_num_tokens"] = float(tokens.mean())
+    graded = np.array([isinstance(t.outcome, Graded) for t in began])
+    non_zero = np.array([bool(t.reward) for t in began])
+    for name, chosen in (("non_zero", graded & non_zero), ("zero", graded & ~non_zero)):
+        if chosen.any():
+            metrics[f"generate/avg_tokens_{name}_rewards"] = float(tokens[chosen].mean())
+    stops = Counter(t.stop_reason.value for t in began)
+    return metrics | {f"generate/stop_{r.value}": stops[r.value] / len(began) for r in StopReason}
+
+
+def staleness_metrics(groups: list[Group], version: int) -> Metrics:
+    """``staleness/*`` of a batch that is trained from policy ``version``."""
+    lags = [version - group.oldest_version for group in groups if group.oldest_version is not None]
+    if not lags:
+        return {}
+    trajectories = [t for group in groups for t in group.trajectories if t.spans]
+    spans = [span for t in trajectories for span in t.spans]
+    lengths = [span.end - span.start for span in spans]
+    metrics = {
+        "staleness/mean": float(np.mean(lags)),
+        "staleness/max": max(lags),
+        "staleness/token_mean": float(np.average([version - span.version for span in spans], weights=lengths)),
+        "staleness/mixed_share": float(np.mean([len({s.version for s in t.spans}) > 1 for t in trajectories])),
+    }
+    return metrics | {f"staleness/share_lag_{lag}": count / len(lags) for lag, count in Counter(lags).items()}
+
+
+def buffer_metrics(snapshot: Mapping[str, Any]) -> Metrics:
+    """``buffer/*`` and ``ledger/*`` from the ReplayBuffer's snapshot."""
+    metrics = {f"buffer/{name}": snapshot[name] for name in ("running", "buffered", "bytes", "capacity", "trained")}
+    metrics |= {f"buffer/dropped_{reason}": count for reason, count in snapshot["dropped"].items()}
+    metrics |= {f"buffer/zero_variance_{kind}": count for kind, count in snapshot["zero_variance"].items()}
+    names = ("dispatched", "graded", "ungraded", "infra_failed", "cancelled", "in_flight")
+    return metrics | {f"ledger/{name}": snapshot["ledger"][name] for name in names}
+
+
+def lease_metrics(counts: Mapping[str, Any]) -> Metrics:
+    """``leases/*`` from the EnvPool's counts. A capacity nobody knows is left out."""
+    names = ("leased", "idle", "making", "deleting", "waiting", "capacity")
+    return {f"leases/{name}": counts[name] for name in names if counts.get(name) is not None}
+
+
+def markdown_table() -> str:
+    """The table of docs/metrics.md."""
+    rows = [f"| `{m.name}` | {m.unit} | {m.source} | {m.meaning} | {m.healthy} |" for m in METRICS]
+    return "\n".join(["| Name | Unit | From | Meaning | Healthy |", "|---|---|---|---|---|", *rows])

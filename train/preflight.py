@@ -1,0 +1,149 @@
+"""What can be known to be wrong before any actor starts: each problem is one line."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.prompt import Prompter, PromptError
+from actors.task import Task, TaskFileError
+from train.config import ConfigError, RunConfig
+from train.data.splits import load_split
+
+LOCK_NAME = "run.lock"
+
+
+@dataclass
+class Inputs:
+    """Everything a run has read and checked before it starts actors."""
+
+    train_tasks: list[Task]
+    eval_tasks: list[Task]
+    tokenizer: Any
+    prompter: Prompter
+
+
+def check_inputs(config: RunConfig) -> Inputs:
+    """Load tasks and tokenizer and check that they fit together.
+
+    Raises:
+        ConfigError: one line that says what is wrong, where, and what to do.
+    """
+    try:
+        train_tasks, eval_tasks = load_split(config.data)
+    except TaskFileError as error:
+        raise ConfigError(str(error)) from None
+    for task in (*train_tasks, *eval_tasks):
+        if task.task_modality != "tool_use":
+            raise ConfigError(
+                f"task {task.task_key}: modality {task.task_modality} is not supported yet, only tool_use"
+            )
+    check_model_folder(config.trainer.policy.model.path)
+    check_disk(config)
+    if config.environment.fleet == "hosted" and not os.environ.get("FLEET_API_KEY"):
+        raise ConfigError("environment.fleet is 'hosted' but FLEET_API_KEY is not set; set it, or use 'local'")
+    tokenizer = load_tokenizer(config.trainer.policy.model.path)
+    generator = config.generator
+    try:
+        prompter = Prompter(tokenizer, generator.tools_channel, generator.chat_template_kwargs)
+    except PromptError as error:
+        raise ConfigError(f"model {config.trainer.policy.model.path}: {error}") from None
+    for task in (*train_tasks, *eval_tasks):
+        # The tools come on top and are known only once an instance lists them; the episode checks again with them.
+        length = len(prompter.first(task, [])[1])
+        if length > generator.max_input_length:
+            raise ConfigError(
+                f"task {task.task_key}: its prompt of {length} tokens exceeds generator.max_input_length "
+                f"{generator.max_input_length}"
+            )
+    return Inputs(train_tasks, eval_tasks, tokenizer, prompter)
+
+
+def check_model_folder(path: str) -> None:
+    """A local model folder must hold config, weights, tokenizer and chat template; hub names are left to transformers."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+            raise ConfigError(f"model folder {path} does not exist")
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder {path} has no config.json")
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"model folder {path} has no *.safetensors weights")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(f"model folder {path} has no tokenizer (tokenizer.json)")
+    if not _has_chat_template(folder):
+        raise ConfigError(f"model folder {path} has no chat template (chat_template.jinja or tokenizer_config.json)")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError):
+        return False
+
+
+def load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def check_disk(config: RunConfig) -> None:
+    """Room for the checkpoints that are kept, plus the one being written."""
+    folder = Path(config.trainer.policy.model.path)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    kept = config.trainer.max_ckpts_to_keep + 1
+    needed = kept * weights + 64 * 2**20
+    existing = next(p for p in (config.run_dir.absolute(), *config.run_dir.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(
+            f"not enough disk under {existing}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed "
+            f"({kept} checkpoints x {weights / 1e9:.2f} GB of weights + 0.07 GB)"
+        )
+
+
+class RunFolder:
+    """The run's folder, held by one process: the lock ends with the process, however it ends."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.path = config.run_dir
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / LOCK_NAME, "a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"run folder {self.path} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "?"
+            self._lock.close()
+            raise ConfigError(
+                f"run '{config.name}' is already running (process {owner}); choose another --name"
+            ) from None
+        others = [entry for entry in self.path.iterdir() if entry.name != LOCK_NAME]
+        if others and not config.overwrite:
+            self._lock.close()
+            raise ConfigError(
+                f"run folder {self.path} holds an earlier run; choose another --name or pass --overwrite true"
+            )
+        for entry in others:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def close(self) -> None:
+        self._lock.close()

@@ -1,0 +1,123 @@
+"""Train a policy: ``python -m train.run CONFIG --dotted.key value ...``. This is what ``ray job submit`` calls.
+
+Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong (nothing was started), 130 it was stopped.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.config import ConfigError, RunConfig, load_config, print_help
+from train.failures import RunFailed
+
+if TYPE_CHECKING:
+    from train.preflight import Inputs
+    from train.system import System
+
+POLL_S = 0.5
+USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT: end the run in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        if arguments:
+            print_help()
+        return 0 if arguments else 2
+    try:
+        config = load_config(Path(arguments[0]), arguments[1:])
+        return run(config)
+    except ConfigError as error:
+        print(f"fleet-rl: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"fleet-rl: the run failed: {error}", file=sys.stderr)
+        return 1
+    except Stopped:
+        print("fleet-rl: stopped", file=sys.stderr)
+        return 130
+
+
+def run(config: RunConfig) -> int:
+    """One run from its configuration to its summary.
+
+    Raises:
+        ConfigError: the input is wrong; no actor was started.
+        RunFailed: the run could not go on; everything it started is ended.
+        Stopped: a signal came; likewise.
+    """
+    from train.preflight import RunFolder, check_inputs
+
+    inputs = check_inputs(config)
+    folder = RunFolder(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        return _run(config, inputs)
+    finally:
+        folder.close()
+
+
+def _run(config: RunConfig, inputs: Inputs) -> int:
+    from train.progress import ProgressDisplay
+    from train.report import write_report
+    from train.system import System
+    from train.tracking import Tracker
+
+    started = time.monotonic()
+    steps = total_steps(config, len(inputs.train_tasks))
+    with (
+        ProgressDisplay(config.name, steps) as progress,
+        Tracker(config) as tracker,
+        System(config, inputs, steps) as system,
+    ):
+        system.start(progress.update)
+        before = system.evaluate(0, progress.update) if config.trainer.eval_before_train else []
+        train(system, tracker, progress, deadline=started + config.run_timeout)
+        after = system.evaluate(steps, progress.update) if config.trainer.eval_after_train else []
+        for result in (*before, *after):
+            tracker.log_eval(result)
+        summary = system.summary(before, after, wall_s=time.monotonic() - started)
+    write_report(config.run_dir, tracker.history, before, after, summary)
+    return 0
+
+
+def train(system: System, tracker, progress, deadline: float) -> None:
+    """Start rollouts and learner and follow them until the last step."""
+    system.start_training()
+    while not system.learner_done():
+        if time.monotonic() > deadline:
+            raise RunFailed("run_timeout passed")
+        for metrics in system.new_steps():
+            tracker.log(metrics)
+        progress.update(system.status())
+        time.sleep(POLL_S)
+    for metrics in system.new_steps():
+        tracker.log(metrics)
+    system.end_training()
+
+
+def total_steps(config: RunConfig, n_tasks: int) -> int:
+    """Optimiser steps of the run: the epochs', or ``max_steps`` if that is less."""
+    by_epochs = max(1, config.trainer.epochs * n_tasks // config.trainer.train_batch_size)
+    return min(by_epochs, config.trainer.max_steps or by_epochs)
+
+
+def _stop(signum: int, frame: object) -> None:
+    # One signal is enough: a second one would interrupt the clean-up that the first one asked for.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise Stopped(signal.Signals(signum).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

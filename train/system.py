@@ -1,0 +1,419 @@
+"""The running actors of one run: started in one place, followed from one place, ended in one place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.conductor import Conductor, ConductorSettings
+from actors.config import SamplingConfig
+from actors.env_pool import PoolSettings, create_env_pool
+from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
+from actors.replay_buffer import ReplayBuffer
+from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.weight_store import WeightStore
+from serve.policy import deploy_policy
+from serve.sampling import Sampling
+from train.config import RunConfig
+from train.data.sampler import TaskSampler
+from train.evaluate import EvalResult, dump_eval, evaluate_groups
+from train.failures import RunFailed
+from train.learner import LearnerError, LearnerHandle, LearnerSettings
+from train.losses import LossSettings
+from train.memory import PeakMemory
+from train.metrics import buffer_metrics, lease_metrics
+from train.preflight import Inputs
+from train.publisher import WeightPublisher
+
+LOCAL_API_KEY = "sk-local"
+CALL_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
+Report = Callable[[dict[str, Any]], None]
+
+
+class System:
+    """Everything a run starts. A context manager: leaving it ends every actor, lease, process and file of the run."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, steps: int) -> None:
+        self._config = config
+        self._inputs = inputs
+        self._steps = steps
+        self._run_dir = config.run_dir.absolute()
+        path = Path(config.trainer.policy.model.path)
+        # Actors have working directories of their own; a hub name stays a name.
+        self._model_path = str(path.absolute()) if path.is_dir() else str(path)
+        self._cleanup = ExitStack()
+        self._memory = PeakMemory()
+        self._seen_steps = 0
+        self._learner: LearnerHandle | None = None
+        self._started = time.monotonic()
+        self._first_rollout_s: float | None = None
+        self._rate = (time.monotonic(), 0)
+
+    def __enter__(self) -> System:
+        self._cleanup.enter_context(self._memory)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._cleanup.close()
+
+    # -- start
+
+    def start(self, report: Report) -> None:
+        """Start everything but the training itself. The order is that of who needs whom.
+
+        Raises:
+            RunFailed: something did not start; what did start ends when the context is left.
+        """
+        report({"phase": "starting", "step": 0})
+        self._start_fleet()
+        self._start_ray()
+        self._start_data_plane()
+        report({"phase": "starting the policy"})
+        self._start_policy()
+        self._start_workers()
+
+    def _start_fleet(self) -> None:
+        environment = self._config.environment
+        if environment.fleet == "hosted":
+            self._api_key, self._base_url = None, environment.base_url
+            return
+        try:
+            fleet = LocalFleetProcess(
+                host=_node_address(), faults=environment.local_faults, log_path=self._run_dir / "local_fleet.log"
+            )
+            self._cleanup.enter_context(fleet)
+        except LocalFleetError as error:
+            raise RunFailed(f"local Fleet: {error}") from None
+        self._api_key, self._base_url = LOCAL_API_KEY, fleet.url
+
+    def _start_ray(self) -> None:
+        config = self._config
+        namespace = f"fleet-rl-{config.name}"
+        settings: dict[str, Any] = {"namespace": namespace, "logging_level": "warning", "log_to_driver": False}
+        if not os.environ.get("RAY_ADDRESS"):
+            needed = 1 + config.policy.num_replicas * config.policy.num_cpus
+            needed += config.generator.num_workers * config.generator.worker_num_cpus
+            needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
+            settings |= {
+                "num_cpus": max(os.cpu_count() or 1, int(needed) + 1),
+                "include_dashboard": False,
+                "object_store_memory": config.object_store_bytes,
+            }
+        try:
+            ray.init(**settings)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RunFailed(f"Ray: {str(error).splitlines()[0]}") from None
+        self._cleanup.callback(ray.shutdown)
+        self._namespace = namespace
+
+    def _start_data_plane(self) -> None:
+        """Buffer, weight store and instances: light actors that the heavy ones are given."""
+        config = self._config
+        generator = config.generator
+        self._buffer = ReplayBuffer.options(name="replay_buffer", max_concurrency=1000).remote(
+            {
+                "batch_size": config.trainer.train_batch_size,
+                "max_staleness": config.buffer.max_staleness,
+                "max_running": generator.max_inflight_episodes // generator.n_samples_per_prompt,
+                "max_bytes": config.buffer.max_bytes,
+                "resample_zero_variance": config.buffer.zero_variance_groups == "resample",
+            }
+        )
+        self._store = WeightStore.options(name="weight_store").remote(str(self._run_dir))
+        environment, deadlines = config.environment, generator.deadlines
+        self._pool = create_env_pool(
+            PoolSettings(
+                run_name=config.name,
+                nonce=secrets.token_hex(4),
+                table_path=self._run_dir / "leases.json",
+                budget_s=deadlines.budget,
+                margin_s=environment.ttl_margin,
+                heartbeat_s=environment.heartbeat_interval,
+                max_instances=environment.max_instances,
+                create_timeout_s=deadlines.provision,
+            ),
+            self._api_key,
+            self._base_url,
+            namespace=self._namespace,
+        )
+        self._pool_report: Any = None
+        self._cleanup.callback(self._close_pool)
+        _get(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
+
+    def _start_policy(self) -> None:
+        config = self._config
+        self._policy = deploy_policy(config.policy, self._model_path, self._store, app_name=f"fleet-rl-{config.name}")
+        self._cleanup.callback(self._policy.shutdown)
+
+    def _start_workers(self) -> None:
+        config = self._config
+        generator = config.generator
+        per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
+        self._workers = [
+            RolloutWorker.options(
+                name=f"rollout_worker_{index}", num_cpus=generator.worker_num_cpus, max_concurrency=1000
+            ).remote(
+                WorkerSettings(
+                    name=f"rollout_worker_{index}",
+                    model_path=self._model_path,
+                    max_model_len=config.policy.max_model_len,
+                    max_episodes=per_worker,
+                    generator=generator,
+                    api_key=self._api_key,
+                    base_url=self._base_url,
+                    overlong_filtering=config.trainer.algorithm.overlong_filtering,
+                ),
+                self._policy,
+                self._pool,
+                self._buffer,
+            )
+            for index in range(generator.num_workers)
+        ]
+        _get([worker.start.remote() for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
+        self._sampler = TaskSampler(self._inputs.train_tasks, config.seed)
+        self._conductor = Conductor.options(name="conductor", max_concurrency=100).remote(
+            ConductorSettings(
+                order=self._sampler,
+                n_samples=generator.n_samples_per_prompt,
+                sampling=self._sampling(generator.sampling_params.temperature),
+                group_timeout_s=deadline_of_group(config),
+            ),
+            self._workers,
+            self._buffer,
+        )
+
+    # -- evaluate
+
+    def evaluate(self, step: int, report: Report) -> list[EvalResult]:
+        """Held-out pass rates of the policy as it is now: at the training temperature and, if asked for, greedily."""
+        generator = self._config.generator
+        kinds = [("sampled", generator.sampling_params.temperature, generator.eval_n_samples_per_prompt)]
+        if generator.eval_greedy:
+            kinds.append(("greedy", 0.0, 1))
+        results = []
+        for label, temperature, n in kinds:
+            report({"phase": f"evaluating ({label})"})
+            if self._first_rollout_s is None:
+                self._first_rollout_s = time.monotonic() - self._started
+            groups = self._evaluate_once(f"eval-{step}-{label}", n, self._sampling(temperature))
+            version = self._policy.versions()
+            result = evaluate_groups(label, step, max(version), groups)
+            folder = self._run_dir / "evals" / f"global_step_{step}" / label
+            dump_eval(folder, result, groups, self._inputs.prompter)
+            results.append(result)
+        report({"pass_at_1": results[0].overall.pass_at_1})
+        return results
+
+    def _evaluate_once(self, label: str, n: int, sampling: Sampling) -> list[Any]:
+        timeout_s = deadline_of_group(self._config)
+        tasks = self._inputs.eval_tasks
+        waves = 1 + len(tasks) * n // self._config.generator.max_inflight_episodes
+        call = self._conductor.evaluate.remote(label, tasks, n, sampling, timeout_s * waves)
+        return _get(call, timeout_s * waves + CALL_TIMEOUT_S, "evaluation")
+
+    def _sampling(self, temperature: float) -> Sampling:
+        params: SamplingConfig = self._config.generator.sampling_params
+        return Sampling(
+            temperature=temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_generate_length,
+            stop=params.stop,
+            seed=self._config.seed,
+        )
+
+    # -- train
+
+    def start_training(self) -> None:
+        """Start the learner's ranks and the rollouts that feed them."""
+        publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
+        settings = learner_settings(self._config, self._model_path, self._steps)
+        self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
+        self._learner.start()
+        self._cleanup.callback(self._end_rollouts, "the run is ending")
+        _get(self._conductor.start_rollouts.remote(), CALL_TIMEOUT_S, "conductor")
+
+    def learner_done(self) -> bool:
+        """Whether the last step is over.
+
+        Raises:
+            RunFailed: the learner or the assignment of work ended with an error.
+        """
+        if not self._learner.done:
+            return False
+        try:
+            self._learner.join(0)
+        except LearnerError as error:
+            raise RunFailed(f"learner: {error}") from None
+        return True
+
+    def new_steps(self) -> list[dict[str, float]]:
+        """The learner's accounts of the steps since the last call, with what buffer and pool say now."""
+        steps = _get(self._conductor.steps_since.remote(self._seen_steps), CALL_TIMEOUT_S, "conductor")
+        self._seen_steps += len(steps)
+        if steps:
+            steps[-1] = steps[-1] | buffer_metrics(self._snapshot()) | lease_metrics(self._lease_counts())
+        return steps
+
+    def status(self) -> dict[str, Any]:
+        """What the progress display shows."""
+        snapshot, leases = self._snapshot(), self._lease_counts()
+        work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
+        if work["error"] is not None:
+            raise RunFailed(f"conductor: {work['error']}")
+        since, tokens = self._rate
+        now = time.monotonic()
+        rate = None
+        if now - since >= 2.0:
+            rate = (work["sampled_tokens"] - tokens) / (now - since)
+            self._rate = (now, work["sampled_tokens"])
+        return {
+            "phase": "training",
+            "step": snapshot["trained_steps"],
+            "version": snapshot["version"],
+            "tokens_per_s": rate,
+            "buffered": snapshot["buffered"],
+            "running": snapshot["running"],
+            "leases": leases.get("leased"),
+            "waiting": leases.get("waiting"),
+            "episodes": work["episodes"],
+        }
+
+    def end_training(self) -> None:
+        """Stop the rollouts; groups in flight are cancelled and their leases given back."""
+        self._end_rollouts("the last step is trained")
+
+    # -- end
+
+    def summary(self, before: list[EvalResult], after: list[EvalResult], wall_s: float) -> dict[str, Any]:
+        """The figures of the run, as its last line prints them."""
+        self._close_pool()
+        work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
+        snapshot = self._snapshot()
+        ledger = {"train": snapshot["ledger"], "eval": work["eval_ledger"], "instances": self._pool_report}
+        return {
+            "pass_at_1_before": before[0].overall.pass_at_1 if before else None,
+            "pass_at_1_after": after[0].overall.pass_at_1 if after else None,
+            "stderr_before": before[0].overall.stderr if before else None,
+            "stderr_after": after[0].overall.stderr if after else None,
+            "greedy_before": before[1].overall.pass_at_1 if len(before) > 1 else None,
+            "greedy_after": after[1].overall.pass_at_1 if len(after) > 1 else None,
+            "eval_tasks": len(self._inputs.eval_tasks),
+            "steps": snapshot["trained_steps"],
+            "sampled_tokens": work["sampled_tokens"],
+            "first_rollout_s": round(self._first_rollout_s, 1) if self._first_rollout_s else None,
+            "wall_s": round(wall_s, 1),
+            "peak_rss_gb": round(self._memory.peak_gb, 2),
+            "ledger": ledger,
+        }
+
+    def _end_rollouts(self, reason: str) -> None:
+        if self._learner is not None:
+            self._learner.stop()
+        _try(self._conductor.stop_rollouts.remote(reason, END_TIMEOUT_S), END_TIMEOUT_S + 5)
+
+    def _close_pool(self) -> None:
+        if self._pool_report is None:
+            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S)
+            report = _try(self._pool.close_all.remote(), CALL_TIMEOUT_S)
+            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S) or stats or {}
+            self._pool_report = {"left": len(report.left) if report is not None else None, **stats.get("counts", {})}
+
+    def _snapshot(self) -> dict[str, Any]:
+        return _get(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
+
+    def _lease_counts(self) -> dict[str, Any]:
+        return _get(self._pool.stats.remote(), CALL_TIMEOUT_S, "instance pool")
+
+
+class StepReporter:
+    """Hands the learner's account of a step to the Conductor. Pickled to learner rank 0."""
+
+    def __init__(self, conductor: Any) -> None:
+        self._conductor = conductor
+
+    def __call__(self, metrics: dict[str, float]) -> None:
+        ray.get(self._conductor.report_step.remote(metrics), timeout=CALL_TIMEOUT_S)
+
+
+def learner_settings(config: RunConfig, model_path: str, steps: int) -> LearnerSettings:
+    """The learner's part of the configuration."""
+    trainer = config.trainer
+    optimizer, algorithm, learner = trainer.policy.optimizer_config, trainer.algorithm, trainer.learner
+    return LearnerSettings(
+        model_path=model_path,
+        run_dir=str(config.run_dir),
+        run_name=config.name,
+        total_steps=steps,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        warmup_steps=optimizer.warmup_steps,
+        estimator=algorithm.advantage_estimator,
+        overlong_filtering=algorithm.overlong_filtering,
+        shuffle_rewards=algorithm.shuffle_rewards,
+        loss=LossSettings(
+            name=algorithm.loss,
+            eps_clip_low=algorithm.eps_clip_low,
+            eps_clip_high=algorithm.eps_clip_high,
+            dual_clip=algorithm.dual_clip,
+            use_kl_loss=algorithm.use_kl_loss,
+            kl_coef=algorithm.kl_loss_coef,
+        ),
+        temperature=config.generator.sampling_params.temperature,
+        dtype=trainer.policy.dtype,
+        gradient_checkpointing=trainer.policy.gradient_checkpointing,
+        tokens_per_microbatch=learner.tokens_per_microbatch,
+        zero_stage=learner.zero_stage,
+        num_workers=learner.num_workers,
+        threads=learner.num_threads,
+        use_gpu=learner.use_gpu,
+        resources_per_worker={"CPU": learner.num_cpus} | ({"GPU": 1} if learner.use_gpu else {}),
+        seed=config.seed,
+        checkpoint_dir=str(config.run_dir / "checkpoints"),
+        checkpoint_interval=trainer.ckpt_interval,
+        checkpoints_kept=trainer.max_ckpts_to_keep,
+        batch_timeout_s=config.buffer.batch_deadline,
+        start_timeout_s=learner.start_timeout,
+    )
+
+
+def deadline_of_group(config: RunConfig) -> float:
+    """Seconds a group may take: its episodes run side by side."""
+    deadlines = config.generator.deadlines
+    return deadlines.provision + deadlines.budget + 30.0
+
+
+def _get(call: Any, timeout_s: float, who: str) -> Any:
+    """The answer of an actor, or the one-line reason why there is none."""
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise RunFailed(f"{who}: no answer in {timeout_s:.0f} s") from None
+    except ray.exceptions.RayError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise RunFailed(f"{who}: {lines[-1] if lines else type(error).__name__}"[:500]) from None
+
+
+def _try(call: Any, timeout_s: float) -> Any:
+    """The answer of an actor that may be gone; ``None`` then. For clean-up only: the next step must still happen."""
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except ray.exceptions.RayError:
+        return None
+
+
+def _node_address() -> str:
+    """Where other nodes reach this one; loopback unless the run joins a cluster."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return "127.0.0.1"
+    return ray.util.get_node_ip_address()
