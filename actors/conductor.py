@@ -73,7 +73,7 @@ class Conductor:
     async def evaluate(
         self, label: str, tasks: list[Task], n: int, sampling: Sampling, timeout_s: float
     ) -> list[Group]:
-        """Attempt every task ``n`` times with the given sampling. Groups that broke are left out, counted in the ledger."""
+        """Attempt every task ``n`` times. Groups that broke are left out; the ledger counts them."""
         orders = [
             GroupOrder(task, index, tuple(f"{label}/{task.task_key}/{i}" for i in range(n)), sampling)
             for index, task in enumerate(tasks)

@@ -74,15 +74,11 @@ class EnvironmentConfig(Section):
 class BufferConfig(Section):
     """The replay buffer between rollouts and the learner."""
 
-    max_staleness: int = Field(
-        4, ge=0, description="policy versions a group may lag when it is trained; 0: synchronous"
-    )
+    max_staleness: int = Field(4, ge=0, description="policy versions a trained group may lag; 0: synchronous")
     max_bytes: int = Field(4 * 2**30, ge=1, description="bytes of buffered trajectories")
     zero_variance_groups: Literal["count", "resample"] = Field(
         "count",
         description="groups whose rewards are all equal: count towards the batch without being trained on, "
         "or are replaced by further groups",
     )
-    batch_deadline: float = Field(
-        1800.0, gt=0, description="seconds the learner waits for a batch before the run fails"
-    )
+    batch_deadline: float = Field(1800.0, gt=0, description="seconds the learner waits for a batch")

@@ -10,7 +10,7 @@ import ray
 
 from actors.config import DeadlinesConfig
 from actors.env_pool_core import CloseReport, EnvPoolCore, Lease, PoolSettings
-from actors.envs.fleet import FleetControl, FleetTaskEnv
+from actors.envs.fleet import FleetControl, FleetTaskEnv, close_clients
 from actors.lease_table import EnvSpec
 from actors.task import Task
 
@@ -57,7 +57,9 @@ class EnvPool:
 
     async def close_all(self, timeout_s: float = 60.0) -> CloseReport:
         await self.start()
-        return await self._core.close_all(timeout_s)
+        report = await self._core.close_all(timeout_s)
+        await close_clients()
+        return report
 
     async def stats(self) -> dict[str, Any]:
         await self.start()
@@ -93,7 +95,8 @@ class EnvPoolClient:
             # The pool's own answer says more than ours would, so it gets the time to arrive.
             return await asyncio.wait_for(call, timeout_s + 10.0)
         except (asyncio.CancelledError, TimeoutError):
-            self._actor.release.remote(lease_id, False)
+            # It waits still, or it was granted and nobody has touched it.
+            self._actor.release.remote(lease_id, True)
             raise
 
     async def release(self, lease_id: str, reusable: bool) -> bool:

@@ -364,12 +364,10 @@ class EnvPoolCore:
         self._pump()
 
     def _take_back(self, slot: Slot, reusable: bool) -> None:
-        now = self._clock()
-        enough = slot.expires_at - now >= self._settings.need_s
-        if not (reusable and enough) or self._closing:
+        if not reusable or self._closing:
             self._delete_later(slot)
             return
-        self._table.set_state(slot, SlotState.IDLE, now)
+        self._table.set_state(slot, SlotState.IDLE, self._clock())
         self._dirty = True
 
     def _delete_later(self, slot: Slot) -> None:

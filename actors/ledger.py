@@ -1,4 +1,7 @@
-"""The account of every episode: dispatched = graded + ungraded + infra-failed + cancelled + in flight, at every moment."""
+"""The account of every episode.
+
+At every moment: dispatched = graded + ungraded + infra-failed + cancelled + in flight.
+"""
 
 from __future__ import annotations
 

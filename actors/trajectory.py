@@ -47,7 +47,7 @@ OUTCOME_NAMES: dict[type, str] = {
 }
 
 
-class StopReason(str, enum.Enum):
+class StopReason(enum.StrEnum):
     """Why an episode took no further turn."""
 
     DONE = "done"  # the policy said it was done

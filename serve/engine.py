@@ -536,6 +536,8 @@ class _EndsWithParent:
 
     def _init_executor(self) -> None:
         tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]  # vLLM leaves its rendezvous file behind
+        # Semaphores of the spawn context have names in /dev/shm, which stay when this process is killed.
+        multiprocessing.set_start_method("fork", force=True)
         threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
         super()._init_executor()
 

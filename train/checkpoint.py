@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -58,7 +57,7 @@ def begin(root: Path, step: int, needed_bytes: int) -> Path:
         CheckpointError: ``root`` cannot be written, or the disk has less than ``needed_bytes`` free.
     """
     folder = staging(root, step)
-    with _readable_errors(folder):
+    with readable_errors(folder):
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(f"global_step_*{STAGING_SUFFIX}"):
             shutil.rmtree(leftover)
@@ -72,23 +71,18 @@ def begin(root: Path, step: int, needed_bytes: int) -> Path:
     return folder
 
 
-def export_policy(
-    folder: Path, lm: PreTrainedModel, state: Mapping[str, torch.Tensor], source: str | os.PathLike[str]
-) -> None:
-    """Write the policy in Hugging Face format.
+def export_policy(folder: Path, lm: PreTrainedModel, source: Path) -> None:
+    """Write the policy in Hugging Face format to ``folder``.
 
-    Args:
-        folder: made if missing.
-        lm: gives the configuration and the rules for tied weights.
-        state: the weights under the names of ``lm.state_dict()``.
-        source: folder the model came from. Its tokenizer, chat template and other small files are copied unchanged.
+    ``source`` is the folder the model came from: its tokenizer, chat template and other small files are copied
+    unchanged.
     """
-    with _readable_errors(folder):
+    with readable_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(Path(source).iterdir()):
+        for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and file.name != MANIFEST:
                 shutil.copyfile(file, folder / file.name)
-        lm.save_pretrained(folder, state_dict=dict(state))
+        lm.save_pretrained(folder)
 
 
 def commit(root: Path, step: int, facts: Mapping[str, Any]) -> Path:
@@ -97,7 +91,7 @@ def commit(root: Path, step: int, facts: Mapping[str, Any]) -> Path:
     An existing ``global_step_N`` (a step done again after a restart) is replaced.
     """
     folder, final = staging(root, step), root / f"global_step_{step}"
-    with _readable_errors(final):
+    with readable_errors(final):
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         with ThreadPoolExecutor(max_workers=4) as pool:
             entries = list(pool.map(_describe_file, files))
@@ -121,7 +115,7 @@ def commit(root: Path, step: int, facts: Mapping[str, Any]) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint all of whose files are there in full size, else ``None``. Digests: see ``verify``."""
+    """The manifest of a checkpoint whose files are all there in full size, else ``None``. Digests: see ``verify``."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
@@ -200,10 +194,13 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _readable_errors(path: Path) -> Iterator[None]:
+def readable_errors(path: Path) -> Iterator[None]:
+    """Turn what the writing libraries raise into one line that names ``path``."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError when a write fails
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
         reason = "no space left on the disk" if full else " ".join(str(error).split())
         raise CheckpointError(f"{path} could not be written: {reason}") from error

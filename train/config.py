@@ -157,7 +157,10 @@ class RunConfig(Section):
 
 
 class _CommandLine(BaseSettings, RunConfig):
-    """RunConfig with overrides from the command line. Environment variables are no source: a stray NAME must not count."""
+    """RunConfig with overrides from the command line.
+
+    Environment variables are no source: a stray NAME must not count.
+    """
 
     model_config = SettingsConfigDict(
         extra="forbid",

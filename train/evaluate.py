@@ -68,8 +68,8 @@ def pass_rate(groups: list[Group]) -> PassRate:
 def dump_eval(directory: Path, result: EvalResult, groups: list[Group], prompter: Any) -> None:
     """Write ``{env_key}.jsonl`` and ``aggregated_results.jsonl`` in SkyRL's dump format.
 
-    ``score`` is a per-token list over the response with the reward at its last token; an attempt that was not graded has
-    ``null`` there and its reason under ``env_extras``.
+    ``score`` is a per-token list over the response with the reward at its last token; an attempt that was not graded
+    has ``null`` there and its reason under ``env_extras``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = defaultdict(list)

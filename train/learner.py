@@ -1,40 +1,26 @@
-"""The learner: Ray Train runs the ranks, DeepSpeed the optimiser, and every step ends in published weights.
+"""The learner, seen from outside: its settings, and a handle that starts its ranks under Ray Train and ends them.
 
-Per step, rank 0 asks the replay buffer for a batch and shows it to the other ranks; each rank fetches its share by
-reference, all do one optimiser step, rank 0 publishes the weights, acknowledges the batch and reports metrics. A batch
-is trained at most once: what was acknowledged after the last checkpoint is lost with a learner that dies.
-
-The only file that imports DeepSpeed. It does so in the worker process, since the import picks the accelerator.
+What a rank does is in ``train/learner_rank.py``, which only the ranks' own processes import.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-import numpy as np
 import ray
-import ray.train
-import torch
-import torch.distributed as dist
-from ray.exceptions import RayActorError, RayTaskError
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-from ray.train.v2.api.exceptions import WorkerGroupError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from actors.trajectory import Group, Trajectory
-from train import checkpoint
-from train.advantages import Estimator, advantages
-from train.losses import LossSettings, LossTerms, mismatch_metrics, policy_loss, token_weight
-from train.packing import MicroBatch, PackedPolicy, Sample, dummy_micro_batch, pack, shard, split_by_tokens
+from train.advantages import Estimator
+from train.learner_control import LearnerControl
+from train.losses import LossSettings
+
+if TYPE_CHECKING:
+    import torch
 
 Metrics = dict[str, float]
 
@@ -42,8 +28,7 @@ Metrics = dict[str, float]
 CALL_TIMEOUT_S = 60.0
 # Ray Train looks after its workers this often; it bounds how long the end of a run goes unnoticed.
 WATCH_INTERVAL_S = 0.5
-_TAG = "deepspeed"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_REASON = 500  # characters of an error that are shown
 
 
 class LearnerError(RuntimeError):
@@ -52,7 +37,7 @@ class LearnerError(RuntimeError):
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """What the learner needs to know. Paths may be relative to the working directory of the process that starts it."""
+    """What the learner needs to know. Relative paths are taken from the working directory of whoever starts it."""
 
     model_path: str  # a Hugging Face folder or name
     run_dir: str  # Ray Train's own files go to a folder in it
@@ -67,6 +52,7 @@ class LearnerSettings:
     estimator: Estimator = "dr_grpo"
     norm_by_std: bool = True
     overlong_filtering: bool = True
+    samples_per_task: int = 4  # only named in metrics, as in reward/avg_pass_at_4
     shuffle_rewards: bool = False  # a control: nothing to learn
     loss: LossSettings = field(default_factory=LossSettings)
     reference_path: str | None = None  # of the KL loss; default: model_path
@@ -90,7 +76,7 @@ class LearnerSettings:
     collective_timeout_s: float = 600.0  # of one collective between ranks
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
+        if self.dtype not in ("float32", "bfloat16"):
             raise LearnerError(f"dtype '{self.dtype}' is not supported; use float32 or bfloat16")
         if self.zero_stage not in (1, 2):
             raise LearnerError(f"ZeRO stage {self.zero_stage} is not supported; use 1 or 2")
@@ -128,56 +114,15 @@ class Publisher(Protocol):
 StepReport = Callable[[Metrics], None]
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
-class LearnerControl:
-    """What ranks and driver share: the stop flag, the batch rank 0 received, and the first failure."""
-
-    def __init__(self) -> None:
-        self._stop = asyncio.Event()
-        self._announced = asyncio.Condition()
-        self._step = -1
-        self._decision: _Decision | None = None
-        self._workers: list[Any] = []
-        self._failure: str | None = None
-
-    async def join(self, worker: list[Any]) -> None:
-        self._workers += worker
-
-    async def workers(self) -> list[Any]:
-        return self._workers
-
-    async def stop(self) -> None:
-        self._stop.set()
-
-    async def stopped(self) -> None:
-        """Returns once ``stop`` was called."""
-        await self._stop.wait()
-
-    async def announce(self, step: int, decision: _Decision) -> None:
-        """Rank 0's answer for ``step``. A Ray call carries the object references in it; a collective would lose them."""
-        async with self._announced:
-            self._step, self._decision = step, decision
-            self._announced.notify_all()
-
-    async def announced(self, step: int) -> _Decision:
-        async with self._announced:
-            await self._announced.wait_for(lambda: self._step == step)
-            return self._decision
-
-    async def fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
-
-    async def failure(self) -> str | None:
-        return self._failure
-
-
 @dataclass(frozen=True)
-class _Job:
+class Job:
+    """All that travels to the ranks."""
+
     settings: LearnerSettings
-    source: Any
+    source: Any  # actor handle of a BatchSource
     publisher: Publisher
     on_step: StepReport
-    control: Any
+    control: Any  # actor handle of LearnerControl
 
 
 class LearnerHandle:
@@ -190,9 +135,8 @@ class LearnerHandle:
     """
 
     def __init__(self, settings: LearnerSettings, source: Any, publisher: Publisher, on_step: StepReport) -> None:
-        self._settings = settings
         self._control = LearnerControl.options(name=f"{settings.run_name}:learner-control").remote()
-        self._job = _Job(settings, source, publisher, on_step, self._control)
+        self._job = Job(_absolute(settings), source, publisher, on_step, self._control)
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._error: LearnerError | None = None
 
@@ -217,34 +161,43 @@ class LearnerHandle:
         return self.done
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the step in progress; ranks that have not ended by ``timeout_s`` are killed. Never raises for a
-        learner that failed: ``join`` does."""
+        """End after the step in progress, without a checkpoint. Ranks that still run after ``timeout_s`` are killed.
+
+        Does not raise for a learner that failed: ``join`` does.
+        """
         if self.done:
             return
         try:
             ray.get(self._control.stop.remote(), timeout=CALL_TIMEOUT_S)
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                ray.get(self._control.fail.remote("the learner was killed: it did not stop in time"))
-                for worker in ray.get(self._control.workers.remote(), timeout=CALL_TIMEOUT_S):
-                    ray.kill(worker)
-                self._thread.join(timeout_s)
+                self._kill(timeout_s)
         except RayActorError:
-            # The control actor is gone because the learner ended meanwhile.
-            self._thread.join(timeout_s)
+            # The control actor ends with the learner, which ended meanwhile.
+            pass
+        self._thread.join(timeout_s)
+
+    def _kill(self, timeout_s: float) -> None:
+        reason = f"it was killed: it had not stopped after {timeout_s:.0f} s"
+        ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
+        for rank in ray.get(self._control.ranks.remote(), timeout=CALL_TIMEOUT_S):
+            ray.kill(rank)
 
     def _run(self) -> None:
         try:
             _fit(self._job)
-        except Exception as error:  # handed to the caller by join
-            self._error = LearnerError(self._first_failure() or _one_line(error))
+        except Exception as error:  # raised again by join, in the caller's thread
+            self._error = LearnerError(self._first_failure() or one_line(error))
         finally:
-            ray.kill(self._control)
+            if ray.is_initialized():
+                ray.kill(self._control)
 
     def _first_failure(self) -> str | None:
+        if not ray.is_initialized():
+            return "Ray was shut down"
         try:
             return ray.get(self._control.failure.remote(), timeout=CALL_TIMEOUT_S)
-        except (RayActorError, TimeoutError):
+        except (RayActorError, GetTimeoutError):
             return None
 
 
@@ -255,15 +208,39 @@ def run_learner(settings: LearnerSettings, source: Any, publisher: Publisher, on
     handle.join()
 
 
-def _fit(job: _Job) -> None:
-    settings = _absolute(job.settings)
-    # Read by Ray Train when the controller starts; an operator's own values win.
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(settings.start_timeout_s))
+def one_line(error: BaseException) -> str:
+    """The reason in one line, without the layers that Ray and Ray Train put around it."""
+    failures = getattr(error, "worker_failures", None)  # of Ray Train's WorkerGroupError
+    if failures:
+        rank, failure = min(failures.items())
+        return f"rank {rank}: {one_line(failure)}"
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        return one_line(error.cause)
+    text = " ".join(str(error).split())[:MAX_REASON] or "no message"
+    # Messages of our own errors are sentences; of others the type is part of the meaning.
+    own = isinstance(error, TimeoutError) or type(error).__module__.split(".")[0] in ("train", "actors", "serve")
+    return text if own else f"{type(error).__name__}: {text}"
+
+
+def _absolute(settings: LearnerSettings) -> LearnerSettings:
+    """Ray Train changes the working directory of its workers. Hub names, which are no folders here, stay as given."""
+    ours = {name: getattr(settings, name) for name in ("run_dir", "checkpoint_dir")}
+    given = {name: getattr(settings, name) for name in ("model_path", "reference_path", "resume_from")}
+    found = {name: path for name, path in given.items() if path and Path(path).is_dir()}
+    return replace(settings, **{name: str(Path(path).absolute()) for name, path in (ours | found).items() if path})
+
+
+def _fit(job: Job) -> None:
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    settings = job.settings
+    # Ray Train reads these when its controller starts.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(WATCH_INTERVAL_S))
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(settings.start_timeout_s)
     TorchTrainer(
         _train_loop,
-        train_loop_config={"job": replace(job, settings=settings)},
+        train_loop_config={"job": job},
         torch_config=TorchConfig(
             backend="nccl" if settings.use_gpu else "gloo", timeout_s=int(settings.collective_timeout_s)
         ),
@@ -276,458 +253,33 @@ def _fit(job: _Job) -> None:
             name=settings.run_name,
             storage_path=str(Path(settings.run_dir) / "ray_train"),
             failure_config=FailureConfig(max_failures=0),
-            worker_runtime_env={"env_vars": _worker_environment(settings)},
+            worker_runtime_env={"env_vars": _rank_environment(settings)},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
     ).fit()
 
 
-def _absolute(settings: LearnerSettings) -> LearnerSettings:
-    """Ray Train changes the working directory of its workers. Hub names, which are no folders here, stay as they are."""
-    paths = {
-        name: str(Path(value).absolute())
-        for name in ("model_path", "run_dir", "reference_path", "checkpoint_dir", "resume_from")
-        if (value := getattr(settings, name)) is not None
-        and (name in ("run_dir", "checkpoint_dir") or Path(value).is_dir())
-    }
-    return replace(settings, **paths)
-
-
-def _worker_environment(settings: LearnerSettings) -> dict[str, str]:
+def _rank_environment(settings: LearnerSettings) -> dict[str, str]:
     environment = {
         "DS_ACCELERATOR": "cuda" if settings.use_gpu else "cpu",
         "OMP_NUM_THREADS": str(settings.threads),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     if not settings.use_gpu:
-        # glibc otherwise gives large tensors back to the kernel after every use: a fifth of the step in page faults.
+        # Otherwise glibc gives large tensors back to the kernel after every use: a fifth of a step in page faults.
         environment |= {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
     return environment
 
 
 def _train_loop(config: dict[str, Any]) -> None:
-    job: _Job = config["job"]
+    """Runs in every rank. Imports there what the driver and Ray Train's controller need not load."""
+    job: Job = config["job"]
     try:
         ray.get(job.control.join.remote([ray.get_runtime_context().current_actor]), timeout=CALL_TIMEOUT_S)
-        _Rank(job).run()
+        from train.learner_rank import Rank
+
+        Rank(job).run()
     except Exception as error:
-        # Ray Train wraps errors in pages of context; the first one is what the caller wants to read.
-        ray.get(job.control.fail.remote(_one_line(error)), timeout=CALL_TIMEOUT_S)
+        # Ray Train wraps errors in pages of context; what the caller wants to read is the first one.
+        ray.get(job.control.fail.remote(one_line(error)), timeout=CALL_TIMEOUT_S)
         raise
-
-
-def _one_line(error: BaseException) -> str:
-    """The reason in one line, without the layers that Ray and Ray Train put around it."""
-    if isinstance(error, WorkerGroupError) and error.worker_failures:
-        rank, failure = min(error.worker_failures.items())
-        return f"learner rank {rank}: {_one_line(failure)}"
-    if isinstance(error, RayTaskError) and error.cause is not None:
-        return _one_line(error.cause)
-    text = " ".join(str(error).split())[:500] or "no message"
-    known = isinstance(error, (LearnerError, checkpoint.CheckpointError, TimeoutError))
-    return text if known else f"{type(error).__name__}: {text}"
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What rank 0 learnt about a step, for all ranks."""
-
-    batch: Batch | None
-    stopped: bool = False  # by the caller, as opposed to: there are no more batches
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One rank's part of a step."""
-
-    micro_batches: list[MicroBatch]
-    passes: int  # forward and backward passes of every rank
-    total_weight: float  # over all ranks
-    metrics: Metrics  # of the whole batch
-
-
-class _Tally:
-    """Collects per-token figures of one rank's micro-batches."""
-
-    def __init__(self) -> None:
-        self.sums: Metrics = dict.fromkeys(("loss", "policy", "entropy", "kl", "clipped", "tokens", "prob_diff"), 0.0)
-        self.log_ratio: list[np.ndarray] = []
-        self.vetoed: list[np.ndarray] = []
-        self.lag: list[np.ndarray] = []
-
-    def add(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, terms: LossTerms, version: int
-    ) -> None:
-        known = torch.isfinite(terms.log_ratio)
-        gap = logprobs.exp() - torch.where(known, batch.behaviour, logprobs).exp()
-        values = {
-            "loss": terms.loss,
-            "policy": terms.policy,
-            "entropy": entropies.sum(),
-            "kl": terms.kl.sum(),
-            "clipped": terms.clipped.sum(),
-            "prob_diff": gap.abs().sum(),
-        }
-        for name, value in values.items():
-            self.sums[name] += value.item()
-        self.sums["tokens"] += len(logprobs)
-        self.log_ratio.append(terms.log_ratio.cpu().numpy())
-        self.vetoed.append(terms.vetoed.cpu().numpy())
-        self.lag.append(version - batch.versions.cpu().numpy())
-
-    def merged(self) -> tuple[Metrics, np.ndarray, np.ndarray, np.ndarray]:
-        return self.sums, _join(self.log_ratio), _join(self.vetoed), _join(self.lag)
-
-
-class _Timer:
-    """Seconds by phase of one step."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._seconds: Metrics = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
-        self._seconds[f"timing/{phase}"] = time.monotonic() - begun
-
-    def metrics(self) -> Metrics:
-        return self._seconds | {"timing/step": time.monotonic() - self._begun}
-
-
-class _Rank:
-    """One rank: its share of the optimiser state, and the loop over steps."""
-
-    def __init__(self, job: _Job) -> None:
-        settings = job.settings
-        self._settings, self._source, self._control = settings, job.source, job.control
-        self._publisher, self._on_step = job.publisher, job.on_step
-        self._rank = ray.train.get_context().get_world_rank()
-        self._ranks = ray.train.get_context().get_world_size()
-        self._device = ray.train.torch.get_device() if settings.use_gpu else torch.device("cpu")
-        torch.set_num_threads(settings.threads)
-        torch.manual_seed(settings.seed)
-        # Trained so far, checkpointed so far, and the last published version.
-        self._step, self._saved_step, self._version = 0, 0, 0
-        self._folder = _model_folder(settings)
-        policy = _load_policy(self._folder, settings)
-        if settings.gradient_checkpointing:
-            policy.checkpoint_activations()
-        self._engine = _start_engine(policy, settings)
-        self._reference: PackedPolicy | None = None
-        if settings.loss.use_kl_loss:
-            reference = _load_policy(_local_folder(settings.reference_path or settings.model_path), settings)
-            self._reference = reference.to(self._device).requires_grad_(False)
-        if settings.resume_from is not None:
-            self._resume(Path(settings.resume_from))
-        self._stop_signal = self._control.stopped.remote() if self._rank == 0 else None
-
-    def run(self) -> None:
-        settings = self._settings
-        stopped = False
-        while self._step < settings.total_steps:
-            timer = _Timer()
-            with timer("wait_for_batch"):
-                decision = self._decide(self._step + 1)
-            if decision.batch is None:
-                stopped = decision.stopped
-                break
-            metrics = self._train(decision.batch, timer)
-            if self._rank == 0:
-                with timer("publish"):
-                    metrics |= self._publish()
-            if settings.checkpoint_dir is not None and self._step % settings.checkpoint_interval == 0:
-                with timer("checkpoint"):
-                    self._save()
-            if self._rank == 0:
-                self._on_step(metrics | timer.metrics())
-        if settings.checkpoint_dir is not None and not stopped and self._saved_step < self._step:
-            self._save()
-
-    # Batches
-
-    def _decide(self, step: int) -> _Decision:
-        """Rank 0 asks the buffer, the others ask rank 0."""
-        timeout_s = self._settings.batch_timeout_s + CALL_TIMEOUT_S
-        if self._rank != 0:
-            return ray.get(self._control.announced.remote(step), timeout=timeout_s + CALL_TIMEOUT_S)
-        decision = self._ask(step, timeout_s)
-        if self._ranks > 1:
-            ray.get(self._control.announce.remote(step, decision), timeout=CALL_TIMEOUT_S)
-        return decision
-
-    def _ask(self, step: int, timeout_s: float) -> _Decision:
-        if ray.wait([self._stop_signal], timeout=0)[0]:
-            return _Decision(None, stopped=True)
-        answer = self._source.get_batch.remote(step, self._settings.batch_timeout_s)
-        ready, _ = ray.wait([self._stop_signal, answer], num_returns=1, timeout=timeout_s)
-        if self._stop_signal in ready:
-            return _Decision(None, stopped=True)
-        if not ready:
-            raise LearnerError(f"the replay buffer did not answer for step {step} in {timeout_s:.0f} s")
-        return _Decision(ray.get(answer))
-
-    def _prepare(self, batch: Batch) -> _Work:
-        """Fetch this rank's groups, and agree with the others on advantages, total weight and number of passes."""
-        settings = self._settings
-        mine = shard([header.nbytes for header in batch["headers"]], self._ranks)[self._rank]
-        groups: list[Group] = ray.get([batch["refs"][i] for i in mine], timeout=settings.batch_timeout_s)
-        members = {i: group.members(settings.overlong_filtering) for i, group in zip(mine, groups, strict=True)}
-        local = {i: [(t.reward, int(t.mask.sum())) for t in group] for i, group in members.items()}
-        table = {i: facts for part in self._gather(local) for i, facts in part.items()}
-        rewards = [[reward for reward, _ in table[i]] for i in sorted(table)]
-        lengths = [[length for _, length in table[i]] for i in sorted(table)]
-        if settings.shuffle_rewards:
-            rewards = _shuffled(rewards, settings.seed + self._step)
-        found = advantages(rewards, settings.estimator, norm_by_std=settings.norm_by_std, lengths=lengths)
-        # Without a penalty, a trajectory of advantage zero has neither loss nor gradient: it is not encoded at all.
-        penalised = settings.loss.use_kl_loss or settings.loss.entropy_coef != 0
-        trained = [[penalised or a != 0 for a in group] for group in found]
-        reduction = settings.loss.reduction
-        weights = [
-            [token_weight(n, reduction) if chosen and n else 0.0 for n, chosen in zip(ns, group, strict=True)]
-            for ns, group in zip(lengths, trained, strict=True)
-        ]
-        vocabulary = self._engine.module.lm.config.vocab_size
-        samples = [
-            _sample(trajectory, float(a), weight, vocabulary)
-            for i, group in members.items()
-            for trajectory, a, weight in zip(group, found[i], weights[i], strict=True)
-            if weight
-        ]
-        runs = split_by_tokens(samples, settings.tokens_per_microbatch)
-        return _Work(
-            micro_batches=[pack(run) for run in runs],
-            passes=max(self._gather(len(runs))),
-            total_weight=sum(
-                w * n for ws, ns in zip(weights, lengths, strict=True) for w, n in zip(ws, ns, strict=True)
-            ),
-            metrics=_batch_metrics(rewards, lengths, found, weights),
-        )
-
-    # The step
-
-    def _train(self, batch: Batch, timer: _Timer) -> Metrics:
-        """One optimiser step. Returns the metrics, in rank 0."""
-        self._step += 1
-        lr = self._settings.lr * min(1.0, self._step / max(1, self._settings.warmup_steps))
-        with timer("forward_backward"):
-            work = self._prepare(batch)
-            tally = self._forward_backward(work, batch["version"])
-        with timer("optimizer"):
-            # Nothing to learn from: the weights stay, and so does the optimiser's momentum.
-            grad_norm = self._update(lr) if work.passes else 0.0
-        parts = self._gather(tally.merged())
-        if self._rank != 0:
-            return {}
-        totals = {name: sum(sums[name] for sums, *_ in parts) for name in tally.sums}
-        log_ratio, vetoed, lag = (_join([part[k] for part in parts]) for k in (1, 2, 3))
-        tokens = max(totals["tokens"], 1.0)
-        return {
-            **work.metrics,
-            **mismatch_metrics(log_ratio, vetoed, lag),
-            "policy/final_loss": totals["loss"] / max(work.total_weight, 1.0),
-            "policy/policy_loss": totals["policy"] / max(work.total_weight, 1.0),
-            "policy/policy_entropy": totals["entropy"] / tokens,
-            "policy/policy_kl": totals["kl"] / tokens,
-            "policy/ppo_clip_ratio": totals["clipped"] / tokens,
-            "policy/rollout_train_prob_diff_mean": totals["prob_diff"] / tokens,
-            "policy/grad_norm": grad_norm,
-            "policy/policy_lr": lr,
-            "trainer/global_step": float(self._step),
-        }
-
-    def _forward_backward(self, work: _Work, version: int) -> _Tally:
-        tally, settings = _Tally(), self._settings
-        for number in range(work.passes):
-            real = number < len(work.micro_batches)
-            batch = work.micro_batches[number] if real else dummy_micro_batch()
-            batch = batch.to(self._device, _DTYPES[settings.dtype])
-            self._engine.set_gradient_accumulation_boundary(number == work.passes - 1)
-            logprobs, entropies = self._engine(batch)
-            terms = policy_loss(
-                logprobs,
-                entropies,
-                behaviour=batch.behaviour,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                sequence=batch.sequence,
-                settings=settings.loss,
-                reference=self._reference_logprobs(batch),
-            )
-            # DeepSpeed averages gradients over the ranks; the denominator is that of all ranks and micro-batches.
-            self._engine.backward(terms.loss * (self._ranks / work.total_weight))
-            if real:
-                tally.add(batch, logprobs.detach(), entropies.detach(), terms, version)
-        return tally
-
-    def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            return self._reference(batch)[0]
-
-    def _update(self, lr: float) -> float:
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
-        self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
-        if not np.isfinite(norm):
-            raise LearnerError(
-                f"step {self._step}: the gradient is not finite; its weights were neither published nor saved. "
-                "Lower the learning rate, or go on from the last checkpoint"
-            )
-        return norm
-
-    def _publish(self) -> Metrics:
-        named = ((name, tensor.detach()) for name, tensor in self._engine.module.lm.named_parameters())
-        self._version = self._publisher(named, self._step)
-        ray.get(self._source.ack.remote(self._step, self._version), timeout=CALL_TIMEOUT_S)
-        return dict(self._publisher.last) | {"sync/version": float(self._version)}
-
-    # Checkpoints
-
-    def _save(self) -> None:
-        """Write ``global_step_N``. All ranks take part; they must see one file system."""
-        settings, root = self._settings, Path(self._settings.checkpoint_dir)
-        if self._rank == 0:
-            checkpoint.begin(root, self._step, self._checkpoint_bytes())
-        dist.barrier()
-        folder = checkpoint.staging(root, self._step)
-        if settings.save_optimizer:
-            self._engine.save_checkpoint(str(folder / checkpoint.OPTIMIZER), tag=_TAG, save_latest=False)
-            dist.barrier()
-        if self._rank == 0:
-            lm = self._engine.module.lm
-            checkpoint.export_policy(folder / checkpoint.POLICY, lm, lm.state_dict(), self._folder)
-            facts = {"policy_version": self._version, "ranks": self._ranks, "zero_stage": settings.zero_stage}
-            checkpoint.commit(root, self._step, facts | {"dtype": settings.dtype, "optimizer": settings.save_optimizer})
-            checkpoint.prune(root, settings.checkpoints_kept)
-        self._saved_step = self._step
-        dist.barrier()
-
-    def _checkpoint_bytes(self) -> int:
-        parameters = list(self._engine.module.parameters())
-        weights = sum(p.numel() * p.element_size() for p in parameters)
-        # DeepSpeed writes the weights again, and three fp32 numbers per weight: master copy and two moments.
-        state = weights + 12 * sum(p.numel() for p in parameters) if self._settings.save_optimizer else 0
-        return int(1.1 * (weights + state))
-
-    def _resume(self, path: Path) -> None:
-        manifest = checkpoint.read_manifest(path)
-        if manifest is None:
-            raise LearnerError(f"{path} is not a complete checkpoint")
-        if not manifest["optimizer"]:
-            raise LearnerError(
-                f"{path} holds no optimiser state; to start afresh from its weights, set model_path to {path}/policy"
-            )
-        here = {"ranks": self._ranks, "zero_stage": self._settings.zero_stage, "dtype": self._settings.dtype}
-        there = {name: manifest[name] for name in here}
-        if here != there:
-            raise LearnerError(f"{path} was written with {there}; the learner has {here}: they must be the same")
-        self._engine.load_checkpoint(str(path / checkpoint.OPTIMIZER), tag=_TAG)
-        self._step = self._saved_step = manifest["step"]
-        self._version = manifest["policy_version"]
-
-    def _gather(self, item: Any) -> list[Any]:
-        """``item`` of every rank, in rank order."""
-        if self._ranks == 1:
-            return [item]
-        items: list[Any] = [None] * self._ranks
-        dist.all_gather_object(items, item)
-        return items
-
-
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.empty(0)
-
-
-def _sample(trajectory: Trajectory, advantage: float, weight: float, vocabulary: int) -> Sample:
-    trajectory.validate()
-    if trajectory.mask[0] or int(trajectory.ids.max()) >= vocabulary or int(trajectory.ids.min()) < 0:
-        raise LearnerError(
-            f"{trajectory.trajectory_id}: its first token is sampled, or an id lies outside the vocabulary of {vocabulary}"
-        )
-    versions = np.repeat([s.version for s in trajectory.spans], [s.end - s.start for s in trajectory.spans])
-    return Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, versions, advantage, weight)
-
-
-def _shuffled(rewards: list[list[float]], seed: int) -> list[list[float]]:
-    """The same rewards, dealt anew over the whole batch."""
-    flat = np.random.default_rng(seed).permutation(np.concatenate(rewards))
-    return [part.tolist() for part in np.split(flat, np.cumsum([len(group) for group in rewards])[:-1])]
-
-
-def _batch_metrics(
-    rewards: list[list[float]], lengths: list[list[int]], found: list[np.ndarray], weights: list[list[float]]
-) -> Metrics:
-    flat_weights, flat_lengths = np.concatenate(weights), np.concatenate(lengths)
-    trained = flat_weights > 0
-    every = np.concatenate(found)
-    return {
-        "policy/response_length": float(flat_lengths[trained].mean()) if trained.any() else 0.0,
-        "loss/avg_final_rewards": float(np.concatenate(rewards).mean()),
-        "loss/avg_raw_advantages": float(every.mean()),
-        "loss/avg_raw_advantages_abs": float(np.abs(every).mean()),
-        "loss/trained_tokens": float(flat_lengths[trained].sum()),
-        "loss/trained_groups": float(sum(any(group) for group in weights)),
-    }
-
-
-def _local_folder(path: str) -> Path:
-    """A model folder on this machine; a hub name is downloaded."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path))
-
-
-def _model_folder(settings: LearnerSettings) -> Path:
-    if settings.resume_from is not None:
-        return Path(settings.resume_from) / checkpoint.POLICY
-    return _local_folder(settings.model_path)
-
-
-def _load_policy(folder: Path, settings: LearnerSettings) -> PackedPolicy:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[settings.dtype])
-        return PackedPolicy(lm, settings.temperature, entropy_gradient=settings.loss.entropy_coef != 0).train()
-    except (OSError, ValueError) as error:
-        raise LearnerError(f"model {folder} cannot be loaded: {_one_line(error)}") from error
-
-
-def _start_engine(policy: PackedPolicy, settings: LearnerSettings) -> Any:
-    """Give the model to DeepSpeed. Ray Train has set up the process group and the accelerator's environment."""
-    import deepspeed
-    import deepspeed.ops
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Without this, DeepSpeed compiles a shared-memory all-reduce in C++ at every first start on a CPU: minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    matrices = [p for p in policy.parameters() if p.dim() >= 2]
-    vectors = [p for p in policy.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.adam_eps,
-        fused=settings.use_gpu,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        # The number of micro-batches changes from step to step: we set the boundary and the scale ourselves.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": settings.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage},
-        "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1 << 60,
-    }
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine

@@ -140,6 +140,13 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("policy/ppo_clip_ratio", _SHARE, "learner", "trained tokens whose ratio was clipped", "0.001 to 0.2"),
     MetricSpec("policy/policy_entropy", "nats", "learner", "mean entropy where tokens were sampled", "falling slowly"),
     MetricSpec("policy/policy_kl", "nats", "learner", "estimated divergence from the policy that sampled", "below 0.1"),
+    MetricSpec(
+        "policy/rollout_train_prob_diff_mean",
+        "probability",
+        "learner",
+        "mean difference between engine's and learner's probability of a sampled token, all tokens",
+        "below 0.01",
+    ),
     MetricSpec("policy/grad_norm", "norm", "learner", "of the gradient before clipping", "stable"),
     MetricSpec("policy/policy_lr", "1", "learner", "learning rate of the step", "as configured"),
     MetricSpec("policy/response_length", "tokens", "learner", "mean sampled tokens of a trained trajectory", "stable"),
@@ -166,8 +173,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("mismatch/lag_{lag}/k3_kl", "nats", "learner", "likewise", "grows with the lag"),
     # where the time of a step goes
     MetricSpec("timing/step", "s", "learner", "from one step's end to the next", "stable"),
-    MetricSpec("timing/wait_batch", "s", "learner", "waiting for a batch: rollouts are the bottleneck", "near 0"),
-    MetricSpec("timing/train", "s", "learner", "forward, backward and optimiser", "stable"),
+    MetricSpec("timing/wait_for_batch", "s", "learner", "waiting for a batch: rollouts are the bottleneck", "near 0"),
+    MetricSpec("timing/forward_backward", "s", "learner", "fetching the groups, forward and backward", "stable"),
+    MetricSpec("timing/optimizer", "s", "learner", "the optimiser's step", "small"),
     MetricSpec("timing/publish", "s", "learner", "until every replica has the new weights", "small"),
     MetricSpec("timing/checkpoint", "s", "learner", "writing a checkpoint", "small"),
     MetricSpec("timing/eval", "s", "driver", "one evaluation", "stable"),
@@ -203,6 +211,15 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("leases/deleting", "instances", "pool", "being deleted", "few"),
     MetricSpec("leases/waiting", "episodes", "pool", "waiting for an instance", "0; else the quota is the bottleneck"),
     MetricSpec("leases/capacity", "instances", "pool", "how many may exist at once", "constant"),
+    MetricSpec("leases/made", "instances", "pool", "made so far", "far below the episodes"),
+    MetricSpec("leases/reused", "leases", "pool", "given out warm so far", "near the episodes"),
+    MetricSpec("leases/deleted", "instances", "pool", "deleted so far, acknowledged", "made, at the end"),
+    MetricSpec("leases/expired", "instances", "pool", "gone by the end of their TTL", "0"),
+    MetricSpec("leases/overdue", "leases", "pool", "not given back by their deadline", "0"),
+    MetricSpec("leases/failed", "instances", "pool", "could not be made", "0"),
+    MetricSpec("leases/refused", "instances", "pool", "refused by the control plane for lack of quota", "few"),
+    MetricSpec("leases/lost", "instances", "pool", "vanished while in use", "0"),
+    MetricSpec("leases/heartbeats", "calls", "pool", "sent so far", "growing"),
 )
 
 
@@ -413,6 +430,16 @@ def staleness_metrics(groups: list[Group], version: int) -> Metrics:
     return metrics | {f"staleness/share_lag_{lag}": count / len(lags) for lag, count in Counter(lags).items()}
 
 
+def batch_metrics(groups: list[Group], n: int, version: int) -> Metrics:
+    """Everything a training batch says of itself; ``version`` is the policy version it is trained from."""
+    return {
+        **reward_metrics(groups, n),
+        **environment_metrics(groups),
+        **generate_metrics(groups),
+        **staleness_metrics(groups, version),
+    }
+
+
 def buffer_metrics(snapshot: Mapping[str, Any]) -> Metrics:
     """``buffer/*`` and ``ledger/*`` from the ReplayBuffer's snapshot."""
     metrics = {f"buffer/{name}": snapshot[name] for name in ("running", "buffered", "bytes", "capacity", "trained")}
@@ -422,10 +449,10 @@ def buffer_metrics(snapshot: Mapping[str, Any]) -> Metrics:
     return metrics | {f"ledger/{name}": snapshot["ledger"][name] for name in names}
 
 
-def lease_metrics(counts: Mapping[str, Any]) -> Metrics:
-    """``leases/*`` from the EnvPool's counts. A capacity nobody knows is left out."""
-    names = ("leased", "idle", "making", "deleting", "waiting", "capacity")
-    return {f"leases/{name}": counts[name] for name in names if counts.get(name) is not None}
+def lease_metrics(stats: Mapping[str, Any]) -> Metrics:
+    """``leases/*`` from the EnvPool's stats. What it does not know, such as a capacity without bound, is left out."""
+    names = [spec.name.removeprefix("leases/") for spec in METRICS if spec.name.startswith("leases/")]
+    return {f"leases/{name}": stats[name] for name in names if stats.get(name) is not None}
 
 
 def markdown_table() -> str:

@@ -40,9 +40,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         raise ConfigError(str(error)) from None
     for task in (*train_tasks, *eval_tasks):
         if task.task_modality != "tool_use":
-            raise ConfigError(
-                f"task {task.task_key}: modality {task.task_modality} is not supported yet, only tool_use"
-            )
+            raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
     if config.environment.fleet == "hosted" and not os.environ.get("FLEET_API_KEY"):
@@ -65,7 +63,7 @@ def check_inputs(config: RunConfig) -> Inputs:
 
 
 def check_model_folder(path: str) -> None:
-    """A local model folder must hold config, weights, tokenizer and chat template; hub names are left to transformers."""
+    """A local model folder must be complete; hub names are left to transformers."""
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
@@ -131,7 +129,7 @@ class RunFolder:
             owner = self._lock.read().strip() or "?"
             self._lock.close()
             raise ConfigError(
-                f"run '{config.name}' is already running (process {owner}); choose another --name"
+                f"run '{config.name}' is already running (process {owner}); pass another --name"
             ) from None
         others = [entry for entry in self.path.iterdir() if entry.name != LOCK_NAME]
         if others and not config.overwrite:
@@ -140,7 +138,10 @@ class RunFolder:
                 f"run folder {self.path} holds an earlier run; choose another --name or pass --overwrite true"
             )
         for entry in others:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()

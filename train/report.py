@@ -37,18 +37,18 @@ def write_report(
     history: History,
     before: Sequence[EvalResult],
     after: Sequence[EvalResult],
-    facts: Mapping[str, Any],
+    summary: Mapping[str, Any],
     console: Console | None = None,
-) -> dict[str, Any]:
-    """Write ``reward_curve.png`` and ``summary.json``, print the table and, as the last line, the summary.
+) -> None:
+    """Write ``reward_curve.png`` and ``summary.json``, print the table and, as the last line, the summary as JSON.
 
     Args:
         history: one mapping a log call with its ``step`` (see :class:`train.tracking.Tracker`).
         before, after: evaluations with labels ``sampled`` and ``greedy``; either may be empty.
-        facts: what else belongs into the summary; they come last and win over what is computed here.
+        summary: the run's figures. Numbers that are not finite become null.
     """
     console = console or Console()
-    summary = plain({**pass_rates(before, after), **facts})
+    summary = plain(summary)
     draw_curve(run_dir / CURVE_FILE, run_dir.name, history, before, after)
     (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if before or after:
@@ -59,19 +59,6 @@ def write_report(
         if (run_dir / name).exists():
             console.print(f"  {run_dir / name}  [dim]{what}[/dim]", highlight=False, soft_wrap=True)
     print(json.dumps(summary), flush=True)
-    return summary
-
-
-def pass_rates(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> dict[str, Any]:
-    """The summary's part about held-out tasks."""
-    rates: dict[str, Any] = {}
-    for label, prefix in (("sampled", ""), ("greedy", "greedy_")):
-        for when, results in (("before", before), ("after", after)):
-            result = _labelled(results, label)
-            if result is not None or label == "sampled":
-                rates[f"{prefix}pass_at_1_{when}"] = None if result is None else result.overall.pass_at_1
-    last = _labelled(after, "sampled") or _labelled(before, "sampled")
-    return {**rates, "eval_tasks": 0 if last is None else last.overall.tasks}
 
 
 def plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help li
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT: end the run in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
+    """SIGTERM or SIGINT: end in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,8 @@ import ray
 
 from actors.conductor import Conductor, ConductorSettings
 from actors.config import SamplingConfig
-from actors.env_pool import PoolSettings, create_env_pool
+from actors.env_pool import EnvPool
+from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import RolloutWorker, WorkerSettings
@@ -112,7 +113,6 @@ class System:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunFailed(f"Ray: {str(error).splitlines()[0]}") from None
         self._cleanup.callback(ray.shutdown)
-        self._namespace = namespace
 
     def _start_data_plane(self) -> None:
         """Buffer, weight store and instances: light actors that the heavy ones are given."""
@@ -129,7 +129,7 @@ class System:
         )
         self._store = WeightStore.options(name="weight_store").remote(str(self._run_dir))
         environment, deadlines = config.environment, generator.deadlines
-        self._pool = create_env_pool(
+        self._pool = EnvPool.options(name="env_pool").remote(
             PoolSettings(
                 run_name=config.name,
                 nonce=secrets.token_hex(4),
@@ -142,7 +142,6 @@ class System:
             ),
             self._api_key,
             self._base_url,
-            namespace=self._namespace,
         )
         self._pool_report: Any = None
         self._cleanup.callback(self._close_pool)
@@ -360,6 +359,7 @@ def learner_settings(config: RunConfig, model_path: str, steps: int) -> LearnerS
         warmup_steps=optimizer.warmup_steps,
         estimator=algorithm.advantage_estimator,
         overlong_filtering=algorithm.overlong_filtering,
+        samples_per_task=config.generator.n_samples_per_prompt,
         shuffle_rewards=algorithm.shuffle_rewards,
         loss=LossSettings(
             name=algorithm.loss,

@@ -342,9 +342,7 @@ def _joined(key: str, version: str | None) -> str:
     return f"{key}:{version}" if version and ":" not in key else key
 
 
-_controls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple, FleetControl]] = (
-    weakref.WeakKeyDictionary()
-)
+_controls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple, FleetControl]] = weakref.WeakKeyDictionary()
 
 
 def shared_control(api_key: str | None, base_url: str | None) -> FleetControl:
@@ -585,9 +583,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
 
     # -- OpenEnv's verbs, asynchronous
 
-    async def reset_async(
-        self, seed: int | None = None, episode_id: str | None = None, **_: Any
-    ) -> FleetObservation:
+    async def reset_async(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> FleetObservation:
         """Start an episode: an instance (unless there is one), its seed state, its tools.
 
         Raises:

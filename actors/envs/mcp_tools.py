@@ -3,8 +3,8 @@
 Why not the ``mcp`` library: its sessions belong to the task that opened them (anyio cancel scopes), so an episode that
 is cancelled, or stepped from another task, breaks them; it lists the tools again after the first call of every session;
 its errors do not say whether a request was sent, which decides whether a call may be repeated; and it costs more.
-CPU of the client for a session with two calls: MEASURED_LIB ms with the library over a shared HTTP client (33 ms as it opens
-one by default), MEASURED_OWN ms here.
+CPU of the client for a session with two calls on one core: 8 ms with the library over a shared HTTP client, 29 ms over
+the one it opens by default, 1 ms here.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ async def test_an_address_without_mcp_is_said_so_at_once():
         begun = asyncio.get_running_loop().time()
         with pytest.raises(ToolsUnavailable, match="404.*api/v1/mcp.*404"):
             await McpTools(root).open(None, 30)
-        assert asyncio.get_running_loop().time() - begun < 1
+        assert asyncio.get_running_loop().time() - begun < 5
 
 
 async def test_listing_that_only_fails_ends_at_its_deadline_and_can_be_cancelled():
@@ -190,7 +190,7 @@ async def test_listing_that_only_fails_ends_at_its_deadline_and_can_be_cancelled
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await McpTools(root).open(None, 30)
-        assert asyncio.get_running_loop().time() - begun < 2
+        assert asyncio.get_running_loop().time() - begun < 6
 
 
 async def _hang(_):

@@ -220,6 +220,7 @@ async def test_after_a_failed_update_nothing_answers(case):
     engine, model, broken, _ = case
     if broken is whole:
         # An update that another left open: this one cannot begin.
+        await engine._llm.pause_generation(mode="keep", clear_cache=False)
         await engine._llm.start_weight_update()
     in_flight = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=900), request_id="in-flight"))
     while not engine.requests_in_flight:

@@ -1,0 +1,333 @@
+"""The learner under Ray Train and DeepSpeed, against a plain single-process torch loop over the same batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.replay_buffer import GroupHeader, ReplayBuffer
+from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
+from tests.models import tiny_qwen3
+from train import checkpoint
+from train.learner import LearnerError, LearnerHandle, LearnerSettings
+from train.losses import LossSettings
+
+VOCAB = 320
+GROUPS = 3  # over two ranks: 2 and 1
+SETTINGS = {
+    "lr": 1e-3,
+    # Large enough that an update depends smoothly on the gradient, so that rounding does not decide its sign.
+    "adam_eps": 1e-5,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 2,
+    "temperature": 0.9,
+    "dtype": "float32",
+    "tokens_per_microbatch": 120,
+    "total_steps": 2,
+    "checkpoint_interval": 1,
+    "batch_timeout_s": 60.0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    torch.set_num_threads(1)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+def _logprobs(lm, ids: np.ndarray, temperature: float) -> torch.Tensor:
+    """Log-probability of every token but the first, from an ordinary forward pass."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    logits = lm(input_ids=tokens[None]).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def _group(number: int, lm, samples: int = 4, equal_rewards: bool = False) -> Group:
+    """A group of two-turn trajectories; behaviour logprobs are the model's, disturbed so that some ratios clip."""
+    rng = np.random.default_rng(number)
+    prompt = np.concatenate([np.arange(30), rng.integers(0, VOCAB, 5 + 3 * (number % 4))])
+    trajectories = []
+    for s in range(samples):
+        turns = [rng.integers(0, VOCAB, n) for n in rng.integers(2, 12, 3)]
+        ids = np.concatenate([prompt, *turns]).astype(np.int32)
+        mask = np.repeat([0, 1, 0, 1], [len(prompt), *map(len, turns)]).astype(np.uint8)
+        with torch.no_grad():
+            exact = np.concatenate([[0.0], _logprobs(lm, ids, SETTINGS["temperature"]).numpy()])
+        logprobs = np.where(mask, exact + rng.normal(0, 0.2, len(ids)), 0).astype(np.float32)
+        reward = 1.0 if equal_rewards else float(s % 2 or number % 2 and s == 0)
+        trajectories.append(
+            Trajectory(
+                trajectory_id=f"{number}-{s}",
+                task_key=f"task-{number}",
+                env_key="env",
+                group_id=number,
+                sample_index=s,
+                ids=ids,
+                mask=mask,
+                logprobs=logprobs,
+                prompt_length=len(prompt),
+                spans=[Span(0, 0, int(mask.sum()))],
+                stop_reason=StopReason.DONE,
+                outcome=Graded(reward),
+            )  # fmt: skip
+        )
+    return Group(number, f"task-{number}", "env", trajectories)
+
+
+@pytest.fixture(scope="module")
+def groups(model_path) -> list[Group]:
+    """Two batches of three groups; the last group of each has equal rewards and is not trained on."""
+    lm = AutoModelForCausalLM.from_pretrained(model_path)
+    return [_group(n, lm, samples=4 + n % 2, equal_rewards=n % GROUPS == GROUPS - 1) for n in range(2 * GROUPS)]
+
+
+def _buffer(groups: list[Group], batch_size: int = GROUPS):
+    buffer = ReplayBuffer.remote(
+        {"batch_size": batch_size, "max_staleness": 8, "max_running": 100, "max_bytes": 1 << 30}
+    )
+    for group in groups:
+        ticket, _ = ray.get(buffer.issue.remote(10))
+        ray.get(buffer.start.remote(ticket, group.task_key, [t.trajectory_id for t in group.trajectories]))
+        assert ray.get(buffer.commit.remote(ticket, GroupHeader.of(group, True), [ray.put(group)])) == "buffered"
+    return buffer
+
+
+class FilePublisher:
+    """Publishes to files: ``step-N.safetensors``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last = {"sync/update_s": 0.0}
+
+    def __call__(self, named_tensors, step: int) -> int:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in named_tensors}, self.folder / f"step-{step}.safetensors"
+        )
+        return step
+
+
+@ray.remote(num_cpus=0)
+class Steps:
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+    def all(self) -> list[dict[str, float]]:
+        return self.metrics
+
+
+class Reporter:
+    def __init__(self, steps) -> None:
+        self.steps = steps
+
+    def __call__(self, metrics: dict[str, float]) -> None:
+        ray.get(self.steps.add.remote(metrics))
+
+
+class Run:
+    """One learner run in its own folder."""
+
+    def __init__(self, folder: Path, model_path: Path, buffer, **settings) -> None:
+        self.folder, self.buffer, self.steps = folder, buffer, Steps.remote()
+        folder.mkdir(parents=True, exist_ok=True)
+        defaults = {"model_path": str(model_path), "run_dir": str(folder), "run_name": folder.name, **SETTINGS}
+        self.settings = LearnerSettings(**(defaults | settings))
+        self.handle = LearnerHandle(self.settings, buffer, FilePublisher(folder), Reporter(self.steps))
+
+    def finish(self) -> Run:
+        self.handle.start()
+        assert self.handle.join(100), "the learner did not end"
+        return self
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"step-{step}.safetensors")
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return ray.get(self.steps.all.remote())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, model_path, groups) -> Run:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return Run(folder, model_path, _buffer(groups), num_workers=2, checkpoint_dir=str(folder / "ckpt")).finish()
+
+
+def _clipped(ratio: torch.Tensor, advantage: float) -> torch.Tensor:
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - 0.2, 1 + 0.28) * advantage)
+
+
+def _reference_weights(model_path: Path, batches: list[list[Group]]) -> list[dict[str, torch.Tensor]]:
+    """Weights after each step of an ordinary training loop: one forward pass per trajectory, torch's AdamW."""
+    lm = AutoModelForCausalLM.from_pretrained(model_path)
+    decayed = [p for p in lm.parameters() if p.dim() >= 2]
+    plain = [p for p in lm.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": SETTINGS["weight_decay"]}, {"params": plain, "weight_decay": 0.0}],
+        betas=(0.9, 0.95), eps=SETTINGS["adam_eps"],
+    )  # fmt: skip
+    history = []
+    for step, batch in enumerate(batches, start=1):
+        trained = []
+        for group in batch:
+            mean = np.mean([t.reward for t in group.trajectories])
+            trained += [(t, t.reward - mean) for t in group.trajectories if abs(t.reward - mean) > 1e-9]
+        tokens = sum(int(t.mask.sum()) for t, _ in trained)
+        loss = 0.0
+        for trajectory, advantage in trained:
+            chosen = torch.from_numpy(trajectory.mask[1:] == 1)
+            logprobs = _logprobs(lm, trajectory.ids, SETTINGS["temperature"])[chosen]
+            ratio = (logprobs - torch.from_numpy(trajectory.logprobs[1:])[chosen]).exp()
+            loss = loss - _clipped(ratio, float(advantage)).sum() / tokens
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), SETTINGS["max_grad_norm"])
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = SETTINGS["lr"] * min(1, step / SETTINGS["warmup_steps"])
+        optimizer.step()
+        history.append({name: p.detach().clone() for name, p in lm.named_parameters()})
+    return history
+
+
+def _largest_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def _learner_processes() -> list[str]:
+    """Ray Train workers below this process: the raylet is our child."""
+    names = [process.name() for process in psutil.Process().children(recursive=True)]
+    return [name for name in names if "RayTrainWorker" in name]
+
+
+def test_two_ranks_with_uneven_shards_train_like_a_plain_torch_loop(two_ranks, model_path, groups):
+    expected = _reference_weights(model_path, [groups[:GROUPS], groups[GROUPS:]])
+    start = dict(AutoModelForCausalLM.from_pretrained(model_path).named_parameters())
+    assert _largest_gap(expected[1], start) > 1e-4
+    for step in (1, 2):
+        assert _largest_gap(two_ranks.weights(step), expected[step - 1]) < 1e-5
+
+
+def test_every_step_is_acknowledged_and_reported(two_ranks, groups):
+    state = ray.get(two_ranks.buffer.snapshot.remote())
+    assert (state["version"], state["trained"], state["training"]) == (2, 2 * GROUPS, 0)
+    first, second = two_ranks.metrics
+    assert (first["trainer/global_step"], second["trainer/global_step"]) == (1.0, 2.0)
+    assert (first["policy/policy_lr"], second["policy/policy_lr"]) == (pytest.approx(5e-4), pytest.approx(1e-3))
+    assert first["loss/trained_groups"] == GROUPS - 1  # one group has equal rewards
+    trained = [t for group in groups[: GROUPS - 1] for t in group.trajectories]
+    assert first["loss/trained_tokens"] == sum(int(t.mask.sum()) for t in trained)
+    rewards = [t.reward for group in groups[:GROUPS] for t in group.trajectories]
+    assert first["loss/avg_final_rewards"] == pytest.approx(np.mean(rewards))
+    assert 0 < first["policy/ppo_clip_ratio"] < 1
+    # The behaviour logprobs are those of version 0 with noise of standard deviation 0.2: mean 0.16.
+    assert first["mismatch/logp_abs_diff_mean"] == pytest.approx(0.16, abs=0.04)
+    assert "mismatch/lag_1/logp_abs_diff_mean" in second and "mismatch/logp_abs_diff_mean" not in second
+    for name in ("wait_for_batch", "forward_backward", "optimizer", "publish", "checkpoint", "step"):
+        assert second[f"timing/{name}"] >= 0
+    assert all(math.isfinite(value) for value in (first | second).values())
+
+
+def test_checkpoint_is_whole_and_loads_in_transformers(two_ranks, model_path):
+    folder = checkpoint.latest_complete(two_ranks.folder / "ckpt")
+    assert folder.name == "global_step_2"
+    assert checkpoint.verify(folder) == []
+    assert checkpoint.read_manifest(folder)["policy_version"] == 2
+    reloaded = AutoModelForCausalLM.from_pretrained(folder / checkpoint.POLICY)
+    assert _largest_gap(dict(reloaded.named_parameters()), two_ranks.weights(2)) == 0.0
+    messages = [{"role": "user", "content": "hello"}]
+    before, after = (AutoTokenizer.from_pretrained(path) for path in (model_path, folder / checkpoint.POLICY))
+    assert before.apply_chat_template(messages)["input_ids"] == after.apply_chat_template(messages)["input_ids"]
+
+
+def test_one_rank_equals_two_and_a_resumed_run_equals_an_unbroken_one(two_ranks, model_path, groups, tmp_path):
+    whole = Run(tmp_path / "whole", model_path, _buffer(groups), checkpoint_dir=str(tmp_path / "ckpt")).finish()
+    for step in (1, 2):
+        assert _largest_gap(whole.weights(step), two_ranks.weights(step)) < 1e-6
+    saved = str(tmp_path / "ckpt" / "global_step_1")
+    resumed = Run(tmp_path / "resumed", model_path, _buffer(groups[GROUPS:]), resume_from=saved).finish()
+    assert [m["trainer/global_step"] for m in resumed.metrics] == [2.0]
+    assert _largest_gap(resumed.weights(2), whole.weights(2)) == 0.0
+
+
+def test_learning_rate_zero_leaves_bf16_weights_bit_identical_even_where_a_rank_has_no_group(
+    model_path, groups, tmp_path
+):
+    run = Run(
+        tmp_path / "frozen", model_path, _buffer(groups[:1], batch_size=1), num_workers=2, dtype="bfloat16", lr=0.0,
+        total_steps=1, loss=LossSettings(use_kl_loss=True, entropy_coef=0.01),
+    ).finish()  # fmt: skip
+    (metrics,) = run.metrics
+    assert metrics["policy/grad_norm"] > 0
+    assert metrics["policy/policy_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself
+    start = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    trained = run.weights(1)
+    for name, parameter in start.named_parameters():
+        assert torch.equal(trained[name], parameter), name
+
+
+def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_path, groups, tmp_path):
+    broken = replace(groups[0].trajectories[0], trajectory_id="broken-one", ids=groups[0].trajectories[0].ids + VOCAB)
+    group = replace(groups[0], trajectories=[broken, *groups[0].trajectories[1:]])
+    run = Run(tmp_path / "broken", model_path, _buffer([group], batch_size=1), num_workers=2)
+    run.handle.start()
+    with pytest.raises(LearnerError) as failure:
+        run.handle.join(100)
+    assert str(failure.value) == f"broken-one: its first token is sampled, or an id is not in the vocabulary of {VOCAB}"
+    assert run.handle.done
+    assert _learner_processes() == []
+    assert ray.get(run.buffer.snapshot.remote())["trained"] == 0
+
+
+def test_stop_ends_a_learner_that_waits_for_a_batch(model_path, groups, tmp_path):
+    run = Run(tmp_path / "stopped", model_path, _buffer(groups[:GROUPS]), checkpoint_dir=str(tmp_path / "ckpt"))
+    run.handle.start()
+    assert not run.handle.join(0)
+    while not run.metrics:
+        assert not run.handle.join(0.2)
+    run.handle.stop(20)
+    assert run.handle.join(0)
+    assert _learner_processes() == []
+    assert checkpoint.latest_complete(tmp_path / "ckpt").name == "global_step_1"
+
+
+def test_drain_ends_the_run_and_a_late_batch_fails_it_by_name(model_path, groups, tmp_path):
+    buffer = _buffer(groups[:1])
+    ray.get(buffer.drain.remote("the run ends"))
+    assert Run(tmp_path / "drained", model_path, buffer).finish().metrics == []
+    late = Run(tmp_path / "late", model_path, _buffer([]), batch_timeout_s=0.5)
+    late.handle.start()
+    with pytest.raises(LearnerError, match="^no batch for step 1 in 0 s; tickets: none$"):
+        late.handle.join(100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "float16"}, "dtype 'float16'"),
+        ({"zero_stage": 3}, "ZeRO stage 3"),
+        ({"temperature": 0.0}, "temperature 0.0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(wrong, message):
+    with pytest.raises(LearnerError, match=message):
+        LearnerSettings(model_path="m", run_dir="r", run_name="n", total_steps=1, **wrong)

@@ -1,0 +1,106 @@
+"""The pool as a Ray actor, with its client: what a RolloutWorker sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import ray
+
+from actors.config import DeadlinesConfig
+from actors.env_pool import EnvPoolClient, PoolSettings, create_env_pool
+from actors.env_pool_core import NoInstance
+from actors.envs.fleet import close_clients
+from actors.envs.local_fleet.process import LocalFleetProcess
+from actors.lease_table import EnvSpec
+from actors.task import parse_task
+from actors.trajectory import Graded
+from tests.fleet_faults import KEY, LocalFleet
+
+TASK = parse_task(
+    {
+        "task_key": "t",
+        "prompt": "p",
+        "env_key": "tracker",
+        "data_key": "desk",
+        "data_version": "s1",
+        "verifier_code": "def verify(env):\n    return 1.0",
+    },
+    "test",
+)
+
+
+@pytest.fixture(scope="module")
+def local_fleet():
+    with LocalFleetProcess(instance_limit=2) as process:
+        yield LocalFleet(process)
+
+
+@pytest.fixture(scope="module")
+def actor(local_fleet, tmp_path_factory):
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
+    try:
+        table = tmp_path_factory.mktemp("run") / "leases.json"
+        handle = create_env_pool(PoolSettings("actor", "n", table_path=table, tick_s=0.05), KEY, local_fleet.url)
+        ray.get(handle.start.remote(), timeout=60)
+        yield handle
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+async def client(actor, local_fleet):
+    yield EnvPoolClient(actor, api_key=KEY, base_url=local_fleet.url, owner="worker-1")
+    await close_clients()
+
+
+async def leased(actor):
+    return (await actor.stats.remote())["leased"]
+
+
+async def test_an_environment_is_opened_on_a_lease_and_its_close_gives_it_back(actor, client, local_fleet):
+    env = await client.open(TASK, DeadlinesConfig())
+    observed = await env.reset_async()
+    assert observed.tools and (await env.step_async({"tool": "list_users", "params": {}})).result["users"]
+    assert await env.verify_async("", []) == Graded(1.0)
+    assert await leased(actor) == 1
+    await env.close_async()
+    assert env.close_error is None and await leased(actor) == 0
+    again = await client.open(TASK, DeadlinesConfig())
+    assert again.state.step_count == 0 and len(local_fleet.running()) == 1
+    await again.close_async()
+
+
+async def test_a_cancelled_acquire_keeps_no_instance_and_a_late_one_says_who_has_them(actor, client):
+    spec = EnvSpec.of(TASK)
+    held = [await client.acquire(spec, 20) for _ in range(2)]
+    with pytest.raises(NoInstance, match="worker-1 holds 2 of tracker"):
+        await client.acquire(spec, 0.3)
+    waiting = asyncio.create_task(client.acquire(spec, 60))
+    await asyncio.sleep(0.3)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    for lease in held:
+        assert await client.release(lease.lease_id, True)
+    stats = await actor.stats.remote()
+    assert (stats["leased"], stats["waiting"]) == (0, 0)
+
+
+async def test_an_actor_that_died_comes_back_with_its_leases(actor, client, local_fleet):
+    lease = await client.acquire(EnvSpec.of(TASK), 20)
+    await asyncio.sleep(0.3)  # a tick writes the table
+    ray.kill(actor, no_restart=False)
+    deadline = time.monotonic() + 30
+    released = None
+    while released is None:
+        assert time.monotonic() < deadline
+        try:
+            released = await client.release(lease.lease_id, True)
+        except ray.exceptions.RayActorError:
+            await asyncio.sleep(0.2)
+    assert released
+    assert lease.instance["instance_id"] in local_fleet.running()
+    assert (await actor.close_all.remote()).left == ()
+    assert local_fleet.running() == []

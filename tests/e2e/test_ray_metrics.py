@@ -1,0 +1,61 @@
+"""The main metrics on Ray's Prometheus endpoint."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import httpx
+import pytest
+import ray
+
+from train.tracking import RayGauges
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """The metrics address of a Ray that this test starts and ends."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        "local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        logging_level="error",
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
+    node = ray.nodes()[0]
+    yield f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    ray.shutdown()
+
+
+def samples(text: str, name: str) -> dict[str, float]:
+    """Values of one metric by environment."""
+    found = {}
+    for labels, value in re.findall(rf"^{name}\{{(.*?)\}} (\S+)$", text, re.MULTILINE):
+        if 'run="demo"' in labels:
+            found[re.search(r'env="([^"]*)"', labels)[1]] = float(value)
+    return found
+
+
+def test_gauges_reach_rays_prometheus_endpoint_with_run_and_environment(endpoint):
+    gauges = RayGauges("demo")
+    values = {"reward/avg_raw_reward": 0.5, "reward/github/pass_at_4": 0.75, "reward/zillow/pass_at_4": 0.25}
+    expected = {
+        "ray_fleet_rl_reward_avg_raw_reward": {"": 0.5},
+        "ray_fleet_rl_reward_env_pass_at_4": {"github": 0.75, "zillow": 0.25},
+    }
+    deadline = time.monotonic() + DEADLINE_S
+    seen = {}
+    while seen != expected and time.monotonic() < deadline:
+        gauges.set(values)
+        time.sleep(1.0)
+        try:
+            text = httpx.get(endpoint, timeout=5).text
+        except httpx.TransportError:
+            continue  # the agent that serves it is still starting
+        seen = {name: samples(text, name) for name in expected}
+    assert seen == expected

@@ -1,0 +1,62 @@
+"""The small actor between the learner's ranks and whoever started it. Light to import: it is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 learnt about a step, for all ranks: the buffer's batch, or why there is none."""
+
+    batch: Any | None
+    stopped: bool = False  # by the caller, as opposed to: no more batches will come
+
+
+@ray.remote(num_cpus=0)
+class LearnerControl:
+    """The stop flag, rank 0's decision about the step, the ranks themselves, and the first failure."""
+
+    def __init__(self) -> None:
+        self._stop = asyncio.Event()
+        self._announced = asyncio.Condition()
+        self._step = -1
+        self._decision: Decision | None = None
+        self._ranks: list[Any] = []
+        self._failure: str | None = None
+
+    async def join(self, rank: list[Any]) -> None:
+        """A rank says hello; ``rank`` is a one-element list with its actor handle."""
+        self._ranks += rank
+
+    async def ranks(self) -> list[Any]:
+        return self._ranks
+
+    async def stop(self) -> None:
+        self._stop.set()
+
+    async def stopped(self) -> None:
+        """Returns once ``stop`` was called."""
+        await self._stop.wait()
+
+    async def announce(self, step: int, decision: Decision) -> None:
+        """Rank 0's answer for ``step``. A Ray call carries object references; a torch collective would lose them."""
+        async with self._announced:
+            self._step, self._decision = step, decision
+            self._announced.notify_all()
+
+    async def announced(self, step: int) -> Decision:
+        async with self._announced:
+            await self._announced.wait_for(lambda: self._step == step)
+            return self._decision
+
+    async def fail(self, reason: str) -> None:
+        """Keep the first reason: the others mostly follow from it."""
+        self._failure = self._failure or reason
+
+    async def failure(self) -> str | None:
+        return self._failure
