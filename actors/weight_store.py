@@ -19,8 +19,9 @@ STATE_FILE = "weights.json"
 class WeightLedger(Generic[Snapshot]):
     """Counts versions; plain Python, no Ray.
 
-    Version 0 is the model folder the run was started from. The counter only grows, across restarts too: a version
-    number never names two sets of weights. It is not the learner's step counter, which rewinds when a learner does.
+    The counter only grows, across restarts of the run too, so that a version never names two sets of weights: the model
+    folder a run is started from is version 0, and the one it is continued from is the version after the last published
+    one. It is not the learner's step counter, which rewinds when a learner does.
     """
 
     def __init__(self, state_file: Path) -> None:
@@ -32,13 +33,15 @@ class WeightLedger(Generic[Snapshot]):
         self._state_file = state_file
         self._snapshot: Snapshot | None = None
         self._header: Header | None = None
-        self.version = self._read()
+        last = self._read()
+        self.version = 0 if last is None else last + 1
+        self._write(self.version)
 
-    def _read(self) -> int:
+    def _read(self) -> int | None:
         try:
             version = json.loads(self._state_file.read_text(encoding="utf-8"))["version"]
         except FileNotFoundError:
-            return 0
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self._state_file} holds no version ({error!r}); restore or remove it") from None
         if not isinstance(version, int) or version < 0:
@@ -68,10 +71,7 @@ class WeightLedger(Generic[Snapshot]):
         os.replace(partial, self._state_file)
 
     def latest(self) -> tuple[int, Snapshot | None]:
-        """The newest version and its snapshot.
-
-        ``None`` for version 0, and after a restart until the next publication: snapshots are not kept on disk.
-        """
+        """The newest version and its snapshot; ``None`` until the first publication: the model folder holds it."""
         return self.version, self._snapshot
 
 
@@ -79,7 +79,8 @@ class WeightLedger(Generic[Snapshot]):
 class WeightStore:
     """The actor shell. Replicas read it when they start and when they are told of a new version.
 
-    The policy ends when this actor does, so it belongs to the driver of its run.
+    It must not be restarted by Ray, for it would have lost the weights: the policy, and with it the run, ends when this
+    actor does.
     """
 
     def __init__(self, run_dir: str) -> None:

@@ -64,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("lock", help="rewrite a lock from its .in file").add_argument("variant", choices=["cpu", "gpu"])
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip is ended as after Ctrl-C
     try:
         if args.command == "lock":
             write_lock(args.variant)
@@ -100,7 +99,8 @@ def set_up(variant: str) -> None:
 
 def install(variant: str) -> None:
     lock = str(lock_path(variant))
-    if not PYTHON.exists():
+    # An interrupted creation leaves a Python without pip, and so do other tools; making it again adds pip.
+    if not (PYTHON.exists() and (VENV / "bin" / "pip").exists()):
         step("making .venv", [sys.executable, "-m", "venv", str(VENV)])
     step(f"pip {PIP_VERSION}", pip("install", f"pip=={PIP_VERSION}"))
     if variant == "cpu":
@@ -140,6 +140,9 @@ def check_machine(variant: str) -> None:
             f"Python 3.11 or 3.12 is needed, {sys.executable} is {platform.python_version()}; "
             "run `make setup PYTHON=python3.12` with the path of one"
         )
+    made_with = re.search(r"^version\s*=\s*(\d+)\.(\d+)", _text(VENV / "pyvenv.cfg"), re.MULTILINE)
+    if made_with and not (3, 11) <= (int(made_with[1]), int(made_with[2])) <= (3, 12):
+        raise SetupError(f"{VENV} was made with Python {made_with[1]}.{made_with[2]}; remove it and run this again")
     if variant == "gpu" and sys.version_info[:2] != (3, 12):
         raise SetupError("requirements/gpu.txt is for Python 3.12; run this file with a python3.12")
     if importlib.util.find_spec("ensurepip") is None:
@@ -149,6 +152,10 @@ def check_machine(variant: str) -> None:
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED_BYTES[variant] and not PYTHON.exists():
         raise SetupError(f"{ROOT} has {free / 1e9:.1f} GB free, the set-up needs {NEEDED_BYTES[variant] / 1e9:.0f} GB")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def lock_path(variant: str) -> Path:
@@ -164,10 +171,9 @@ def pinned(variant: str, name: str) -> str:
 
 def digest(variant: str) -> str:
     """Of everything the content of ``.venv`` depends on. It is kept with the Python that made it."""
-    config = VENV / "pyvenv.cfg"
-    parts = [lock_path(variant), ROOT / "pyproject.toml", Path(__file__), config]
-    content = b"\0".join(part.read_bytes() if part.exists() else b"" for part in parts)
-    return hashlib.sha256(content + str(ROOT).encode()).hexdigest()
+    parts = [lock_path(variant), ROOT / "pyproject.toml", Path(__file__), VENV / "pyvenv.cfg"]
+    content = "\0".join([str(ROOT), *map(_text, parts)])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def stamp_is_current(variant: str) -> bool:
@@ -276,4 +282,5 @@ HEADERS = {
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that pip is ended as after Ctrl-C
     sys.exit(main())

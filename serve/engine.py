@@ -118,9 +118,9 @@ class Engine:
     nothing is answered any more.
     """
 
-    def __init__(self, llm: AsyncLLM, config: PolicyConfig, folder: SharedFolder) -> None:
+    def __init__(self, llm: AsyncLLM, config: PolicyConfig, folder: SharedFolder, version: int) -> None:
         """Use :meth:`start`."""
-        self.version = 0
+        self.version = version
         self._llm = llm
         self._config = config
         self._folder = folder
@@ -136,10 +136,14 @@ class Engine:
         self.sampled_tokens = 0
 
     @classmethod
-    async def start(cls, config: PolicyConfig, model_path: str | Path, folder: SharedFolder | None = None) -> Engine:
-        """Start vLLM on ``model_path`` with version 0 and run it once.
+    async def start(
+        cls, config: PolicyConfig, model_path: str | Path, folder: SharedFolder | None = None, version: int = 0
+    ) -> Engine:
+        """Start vLLM on ``model_path`` and run it once.
 
-        ``folder`` holds the engine's sockets and is closed with it.
+        Args:
+            folder: holds the engine's sockets and is closed with it.
+            version: what the weights at ``model_path`` are called.
 
         Raises:
             EngineDead: it did not start, or not within ``startup_timeout_s``.
@@ -152,7 +156,7 @@ class Engine:
         building = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(config, model_path)))
         try:
             async with asyncio.timeout(config.startup_timeout_s) as deadline:
-                engine = cls(await asyncio.shield(building), config, folder)
+                engine = cls(await asyncio.shield(building), config, folder, version)
                 await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
                 await engine._generate_one_token()
         except BaseException as error:

@@ -62,7 +62,9 @@ class Policy:
         self._store = weight_store
         self._folder = SharedFolder(app_name)
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._engine: Engine = await Engine.start(config, model_path, self._folder)
+        version, ref = await weight_store.latest.remote() if weight_store is not None else (0, None)
+        at_model_path = version if ref is None else 0
+        self._engine: Engine = await Engine.start(config, model_path, self._folder, at_model_path)
         engine_s = time.monotonic() - began
         await self._catch_up()
         logger.info("replica %s serves version %d, engine up in %.1f s", self._replica, self._engine.version, engine_s)
@@ -97,8 +99,6 @@ class Policy:
             version, ref = await self._store.latest.remote()
             if version <= self._engine.version:
                 break
-            if ref is None:
-                raise RuntimeError(f"the weight store restarted and has lost version {version}; publish weights again")
             report = await self._load(version, ref)
             loaded = {"seconds": report.seconds, "checksums": report.checksums}
         return loaded

@@ -88,6 +88,7 @@ class TrainerConfig(Section):
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epochs say")
     ckpt_interval: int = Field(10, ge=1, description="steps between checkpoints; the last step always writes one")
     max_ckpts_to_keep: int = Field(2, ge=1)
+    dump_trajectories: bool = Field(False, description="write every training batch to run_dir/trajectories")
     eval_before_train: bool = True
     eval_after_train: bool = True
 

@@ -52,6 +52,7 @@ class LearnerSettings:
     estimator: Estimator = "dr_grpo"
     norm_by_std: bool = True
     overlong_filtering: bool = True
+    trajectory_dir: str | None = None  # none: batches are not written
     samples_per_task: int = 4  # only named in metrics, as in reward/avg_pass_at_4
     shuffle_rewards: bool = False  # a control: nothing to learn
     loss: LossSettings = field(default_factory=LossSettings)
@@ -224,7 +225,7 @@ def one_line(error: BaseException) -> str:
 
 def _absolute(settings: LearnerSettings) -> LearnerSettings:
     """Ray Train changes the working directory of its workers. Hub names, which are no folders here, stay as given."""
-    ours = {name: getattr(settings, name) for name in ("run_dir", "checkpoint_dir")}
+    ours = {name: getattr(settings, name) for name in ("run_dir", "checkpoint_dir", "trajectory_dir")}
     given = {name: getattr(settings, name) for name in ("model_path", "reference_path", "resume_from")}
     found = {name: path for name, path in given.items() if path and Path(path).is_dir()}
     return replace(settings, **{name: str(Path(path).absolute()) for name, path in (ours | found).items() if path})
@@ -237,6 +238,8 @@ def _fit(job: Job) -> None:
     settings = job.settings
     # Ray Train reads these when its controller starts.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(WATCH_INTERVAL_S))
+    # A watcher process for spot notices, which nothing here acts upon.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(settings.start_timeout_s)
     TorchTrainer(
         _train_loop,

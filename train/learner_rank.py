@@ -38,6 +38,7 @@ from train.learner_control import Decision
 from train.losses import LossTerms, mismatch_metrics, policy_loss, token_weight
 from train.metrics import batch_metrics
 from train.packing import MicroBatch, PackedPolicy, Sample, dummy_micro_batch, pack, shard, split_by_tokens
+from train.trajectories import write_batch
 
 _TAG = "deepspeed"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -209,6 +210,8 @@ class Rank:
     def _describe(self, batch: Batch) -> Metrics:
         """What the whole batch says of policy and environments; groups that carry no loss count here as well."""
         groups: list[Group] = ray.get(batch["refs"], timeout=self._settings.batch_timeout_s)
+        if self._settings.trajectory_dir is not None:
+            write_batch(Path(self._settings.trajectory_dir) / f"step_{self._step:06d}.jsonl", groups)
         return batch_metrics(groups, self._settings.samples_per_task, batch["version"])
 
     # The step
@@ -369,7 +372,9 @@ def _sample(trajectory: Trajectory, advantage: float, weight: float, vocabulary:
         raise LearnerError(
             f"{trajectory.trajectory_id}: its first token is sampled, or an id is not in the vocabulary of {vocabulary}"
         )
-    versions = np.repeat([s.version for s in trajectory.spans], [s.end - s.start for s in trajectory.spans])
+    # A token drawn after an update still attends to keys and values that older weights computed: its logprob is that of
+    # no single version. What it can be compared with is decided by the oldest version before it, the trajectory's first.
+    versions = np.full(int(trajectory.mask.sum()), trajectory.oldest_version, dtype=np.int64)
     return Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, versions, float(advantage), weight)
 
 

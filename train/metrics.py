@@ -160,7 +160,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "mismatch/logp_abs_diff_mean",
         "nats",
         "learner",
-        "mean difference, only tokens sampled under the version that is trained: engine against learner",
+        "mean difference in trajectories sampled under the trained version alone: engine against learner",
         "below 0.05 in bf16, 0.001 in fp32",
     ),
     MetricSpec("mismatch/logp_abs_diff_p99", "nats", "learner", "its 99th percentile", "below 0.3 in bf16"),

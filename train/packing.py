@@ -33,7 +33,7 @@ class Sample:
     ids: np.ndarray  # int32 [tokens], prompt and response
     mask: np.ndarray  # uint8 [tokens], 1 on sampled tokens
     logprobs: np.ndarray  # float32 [tokens], of the behaviour policy
-    versions: np.ndarray  # int64 [sampled tokens], policy version each was drawn under
+    versions: np.ndarray  # int64 [sampled tokens], oldest policy version each depends on
     advantage: float
     weight: float  # of each sampled token in the loss, before the division by the batch's total
 

@@ -33,9 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments:
             print_help()
         return 0 if arguments else 2
+    started = time.monotonic()
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        config = load_config(Path(arguments[0]), arguments[1:])
-        return run(config)
+        return run(load_config(Path(arguments[0]), arguments[1:]), started)
     except ConfigError as error:
         print(f"fleet-rl: {error}", file=sys.stderr)
         return 2
@@ -45,9 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped:
         print("fleet-rl: stopped", file=sys.stderr)
         return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, started: float) -> int:
     """One run from its configuration to its summary.
 
     Raises:
@@ -59,21 +63,18 @@ def run(config: RunConfig) -> int:
 
     inputs = check_inputs(config)
     folder = RunFolder(config)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
     try:
-        return _run(config, inputs)
+        return _run(config, inputs, started)
     finally:
         folder.close()
 
 
-def _run(config: RunConfig, inputs: Inputs) -> int:
+def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
     from train.progress import ProgressDisplay
     from train.report import write_report
     from train.system import System
     from train.tracking import Tracker
 
-    started = time.monotonic()
     steps = total_steps(config, len(inputs.train_tasks))
     with (
         ProgressDisplay(config.name, steps) as progress,
@@ -86,8 +87,9 @@ def _run(config: RunConfig, inputs: Inputs) -> int:
         after = system.evaluate(steps, progress.update) if config.trainer.eval_after_train else []
         for result in (*before, *after):
             tracker.log_eval(result)
-        summary = system.summary(before, after, wall_s=time.monotonic() - started)
-    write_report(config.run_dir, tracker.history, before, after, summary)
+        facts = system.summary(before, after)
+    wall_s = time.monotonic() - started
+    write_report(config.run_dir, tracker.history, before, after, facts | {"wall_s": round(wall_s, 1)})
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -34,6 +35,7 @@ from train.preflight import Inputs
 from train.publisher import WeightPublisher
 
 LOCAL_API_KEY = "sk-local"
+LOOPBACK = "127.0.0.1"
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0
 Report = Callable[[dict[str, Any]], None]
@@ -99,6 +101,7 @@ class System:
         config = self._config
         namespace = f"fleet-rl-{config.name}"
         settings: dict[str, Any] = {"namespace": namespace, "logging_level": "warning", "log_to_driver": False}
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if not os.environ.get("RAY_ADDRESS"):
             needed = 1 + config.policy.num_replicas * config.policy.num_cpus
             needed += config.generator.num_workers * config.generator.worker_num_cpus
@@ -106,8 +109,11 @@ class System:
             settings |= {
                 "num_cpus": max(os.cpu_count() or 1, int(needed) + 1),
                 "include_dashboard": False,
+                # Only this machine may reach it, so Ray need not keep a token file in the home folder.
+                "_node_ip_address": LOOPBACK,
                 "object_store_memory": config.object_store_bytes,
             }
+            os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         try:
             ray.init(**settings)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -292,7 +298,7 @@ class System:
 
     # -- end
 
-    def summary(self, before: list[EvalResult], after: list[EvalResult], wall_s: float) -> dict[str, Any]:
+    def summary(self, before: list[EvalResult], after: list[EvalResult]) -> dict[str, Any]:
         """The figures of the run, as its last line prints them."""
         self._close_pool()
         work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
@@ -309,7 +315,6 @@ class System:
             "steps": snapshot["trained_steps"],
             "sampled_tokens": work["sampled_tokens"],
             "first_rollout_s": round(self._first_rollout_s, 1) if self._first_rollout_s else None,
-            "wall_s": round(wall_s, 1),
             "peak_rss_gb": round(self._memory.peak_gb, 2),
             "ledger": ledger,
         }
@@ -321,10 +326,10 @@ class System:
 
     def _close_pool(self) -> None:
         if self._pool_report is None:
-            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S)
             report = _try(self._pool.close_all.remote(), CALL_TIMEOUT_S)
-            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S) or stats or {}
-            self._pool_report = {"left": len(report.left) if report is not None else None, **stats.get("counts", {})}
+            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S) or {}
+            counters = {name: stats.get(name) for name in ("made", "reused", "deleted", "expired", "lost", "failed")}
+            self._pool_report = counters | {"left": None if report is None else len(report.left)}
 
     def _snapshot(self) -> dict[str, Any]:
         return _get(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
@@ -380,6 +385,7 @@ def learner_settings(config: RunConfig, model_path: str, steps: int) -> LearnerS
         resources_per_worker={"CPU": learner.num_cpus} | ({"GPU": 1} if learner.use_gpu else {}),
         seed=config.seed,
         checkpoint_dir=str(config.run_dir / "checkpoints"),
+        trajectory_dir=str(config.run_dir / "trajectories") if trainer.dump_trajectories else None,
         checkpoint_interval=trainer.ckpt_interval,
         checkpoints_kept=trainer.max_ckpts_to_keep,
         batch_timeout_s=config.buffer.batch_deadline,
@@ -415,5 +421,5 @@ def _try(call: Any, timeout_s: float) -> Any:
 def _node_address() -> str:
     """Where other nodes reach this one; loopback unless the run joins a cluster."""
     if not os.environ.get("RAY_ADDRESS"):
-        return "127.0.0.1"
+        return LOOPBACK
     return ray.util.get_node_ip_address()

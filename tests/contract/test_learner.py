@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +34,11 @@ SETTINGS = {
     "temperature": 0.9,
     "dtype": "float32",
     "tokens_per_microbatch": 120,
-    "total_steps": 2,
+    "total_steps": 3,
     "checkpoint_interval": 1,
-    "batch_timeout_s": 60.0,
+    "batch_timeout_s": 100.0,
 }
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,16 +112,17 @@ def _buffer(groups: list[Group], batch_size: int = GROUPS):
 
 
 class FilePublisher:
-    """Publishes to files: ``step-N.safetensors``."""
+    """Publishes to files: ``step-N.safetensors``. ``delay_s`` makes it a slow one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.last = {"sync/update_s": 0.0}
+    def __init__(self, folder: Path, delay_s: float = 0.0) -> None:
+        self.folder, self.delay_s = folder, delay_s
+        self.last = {"sync/update_s": delay_s}
 
     def __call__(self, named_tensors, step: int) -> int:
         save_file(
             {name: tensor.contiguous() for name, tensor in named_tensors}, self.folder / f"step-{step}.safetensors"
         )
+        time.sleep(self.delay_s)
         return step
 
 
@@ -146,17 +149,29 @@ class Reporter:
 class Run:
     """One learner run in its own folder."""
 
-    def __init__(self, folder: Path, model_path: Path, buffer, **settings) -> None:
+    def __init__(self, folder: Path, model_path: Path, buffer, publish_s: float = 0.0, **settings) -> None:
         self.folder, self.buffer, self.steps = folder, buffer, Steps.remote()
         folder.mkdir(parents=True, exist_ok=True)
         defaults = {"model_path": str(model_path), "run_dir": str(folder), "run_name": folder.name, **SETTINGS}
-        self.settings = LearnerSettings(**(defaults | settings))
-        self.handle = LearnerHandle(self.settings, buffer, FilePublisher(folder), Reporter(self.steps))
-
-    def finish(self) -> Run:
+        publisher, reporter = FilePublisher(folder, publish_s), Reporter(self.steps)
+        self.handle = LearnerHandle(LearnerSettings(**(defaults | settings)), buffer, publisher, reporter)
         self.handle.start()
-        assert self.handle.join(100), "the learner did not end"
-        return self
+
+    def wait(self, condition) -> None:
+        """Until ``condition()`` holds, while the learner runs."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert not self.handle.join(0.1), "the learner ended"
+            assert time.monotonic() < deadline
+
+    def end(self) -> None:
+        assert self.handle.join(DEADLINE_S), "the learner did not end"
+
+    def fails(self) -> str:
+        with pytest.raises(LearnerError) as failure:
+            self.handle.join(DEADLINE_S)
+        assert self.handle.done
+        return str(failure.value)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"step-{step}.safetensors")
@@ -168,8 +183,20 @@ class Run:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, model_path, groups) -> Run:
+    """Two steps, after which the buffer drains."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    return Run(folder, model_path, _buffer(groups), num_workers=2, checkpoint_dir=str(folder / "ckpt")).finish()
+    run = Run(folder, model_path, _buffer(groups), num_workers=2, checkpoint_dir=str(folder / "ckpt"))
+    run.wait(lambda: len(run.metrics) == 2)
+    ray.get(run.buffer.drain.remote("the run ends"))
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model_path, groups) -> Run:
+    """The same two steps, after which a third batch is asked for in vain."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    return Run(folder, model_path, _buffer(groups), checkpoint_dir=str(folder / "ckpt"), batch_timeout_s=4.0)
 
 
 def _clipped(ratio: torch.Tensor, advantage: float) -> torch.Tensor:
@@ -259,14 +286,25 @@ def test_checkpoint_is_whole_and_loads_in_transformers(two_ranks, model_path):
     assert before.apply_chat_template(messages)["input_ids"] == after.apply_chat_template(messages)["input_ids"]
 
 
-def test_one_rank_equals_two_and_a_resumed_run_equals_an_unbroken_one(two_ranks, model_path, groups, tmp_path):
-    whole = Run(tmp_path / "whole", model_path, _buffer(groups), checkpoint_dir=str(tmp_path / "ckpt")).finish()
+def test_one_rank_equals_two_and_fails_by_name_when_no_batch_comes(one_rank, two_ranks):
+    assert one_rank.fails() == "no batch for step 3 in 4 s; tickets: none"
     for step in (1, 2):
-        assert _largest_gap(whole.weights(step), two_ranks.weights(step)) < 1e-6
-    saved = str(tmp_path / "ckpt" / "global_step_1")
-    resumed = Run(tmp_path / "resumed", model_path, _buffer(groups[GROUPS:]), resume_from=saved).finish()
-    assert [m["trainer/global_step"] for m in resumed.metrics] == [2.0]
-    assert _largest_gap(resumed.weights(2), whole.weights(2)) == 0.0
+        assert _largest_gap(one_rank.weights(step), two_ranks.weights(step)) < 1e-6
+
+
+def test_resumed_run_equals_the_unbroken_one_and_stops_while_it_waits(one_rank, model_path, groups, tmp_path):
+    run = Run(
+        tmp_path / "resumed", model_path, _buffer(groups[GROUPS:]), checkpoint_dir=str(tmp_path / "ckpt"),
+        checkpoint_interval=10, resume_from=str(one_rank.folder / "ckpt" / "global_step_1"),
+    )  # fmt: skip
+    run.wait(lambda: run.metrics)
+    begun = time.monotonic()
+    run.handle.stop(DEADLINE_S)
+    assert run.handle.join(0) and time.monotonic() - begun < 20
+    assert _learner_processes() == []
+    assert [m["trainer/global_step"] for m in run.metrics] == [2.0]
+    assert _largest_gap(run.weights(2), one_rank.weights(2)) == 0.0
+    assert checkpoint.latest_complete(tmp_path / "ckpt") is None
 
 
 def test_learning_rate_zero_leaves_bf16_weights_bit_identical_even_where_a_rank_has_no_group(
@@ -275,7 +313,8 @@ def test_learning_rate_zero_leaves_bf16_weights_bit_identical_even_where_a_rank_
     run = Run(
         tmp_path / "frozen", model_path, _buffer(groups[:1], batch_size=1), num_workers=2, dtype="bfloat16", lr=0.0,
         total_steps=1, loss=LossSettings(use_kl_loss=True, entropy_coef=0.01),
-    ).finish()  # fmt: skip
+    )  # fmt: skip
+    run.end()
     (metrics,) = run.metrics
     assert metrics["policy/grad_norm"] > 0
     assert metrics["policy/policy_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself
@@ -289,35 +328,17 @@ def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_p
     broken = replace(groups[0].trajectories[0], trajectory_id="broken-one", ids=groups[0].trajectories[0].ids + VOCAB)
     group = replace(groups[0], trajectories=[broken, *groups[0].trajectories[1:]])
     run = Run(tmp_path / "broken", model_path, _buffer([group], batch_size=1), num_workers=2)
-    run.handle.start()
-    with pytest.raises(LearnerError) as failure:
-        run.handle.join(100)
-    assert str(failure.value) == f"broken-one: its first token is sampled, or an id is not in the vocabulary of {VOCAB}"
-    assert run.handle.done
+    assert run.fails() == f"broken-one: its first token is sampled, or an id is not in the vocabulary of {VOCAB}"
     assert _learner_processes() == []
     assert ray.get(run.buffer.snapshot.remote())["trained"] == 0
 
 
-def test_stop_ends_a_learner_that_waits_for_a_batch(model_path, groups, tmp_path):
-    run = Run(tmp_path / "stopped", model_path, _buffer(groups[:GROUPS]), checkpoint_dir=str(tmp_path / "ckpt"))
-    run.handle.start()
-    assert not run.handle.join(0)
-    while not run.metrics:
-        assert not run.handle.join(0.2)
-    run.handle.stop(20)
-    assert run.handle.join(0)
+def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):
+    run = Run(tmp_path / "hanging", model_path, _buffer(groups[:GROUPS]), publish_s=10 * DEADLINE_S)
+    run.wait((run.folder / "step-1.safetensors").exists)
+    run.handle.stop(1)
+    assert run.fails() == "it was killed: it had not stopped after 1 s"
     assert _learner_processes() == []
-    assert checkpoint.latest_complete(tmp_path / "ckpt").name == "global_step_1"
-
-
-def test_drain_ends_the_run_and_a_late_batch_fails_it_by_name(model_path, groups, tmp_path):
-    buffer = _buffer(groups[:1])
-    ray.get(buffer.drain.remote("the run ends"))
-    assert Run(tmp_path / "drained", model_path, buffer).finish().metrics == []
-    late = Run(tmp_path / "late", model_path, _buffer([]), batch_timeout_s=0.5)
-    late.handle.start()
-    with pytest.raises(LearnerError, match="^no batch for step 1 in 0 s; tickets: none$"):
-        late.handle.join(100)
 
 
 @pytest.mark.parametrize(

@@ -92,15 +92,16 @@ async def test_an_actor_that_died_comes_back_with_its_leases(actor, client, loca
     lease = await client.acquire(EnvSpec.of(TASK), 20)
     await asyncio.sleep(0.3)  # a tick writes the table
     ray.kill(actor, no_restart=False)
-    deadline = time.monotonic() + 30
-    released = None
-    while released is None:
+    deadline = time.monotonic() + 60
+    made = None
+    while made != 0:  # the counters begin anew with the actor
         assert time.monotonic() < deadline
         try:
-            released = await client.release(lease.lease_id, True)
+            made = (await actor.stats.remote())["made"]
         except ray.exceptions.RayActorError:
             await asyncio.sleep(0.2)
-    assert released
+    assert await leased(actor) == 1
+    assert await client.release(lease.lease_id, True)
     assert lease.instance["instance_id"] in local_fleet.running()
     assert (await actor.close_all.remote()).left == ()
     assert local_fleet.running() == []

@@ -323,8 +323,8 @@ async def test_heartbeats_keep_coming_for_leased_and_idle_instances(local_fleet)
         first, _second = await core.acquire(SPEC, 5), await core.acquire(OTHER, 5)
         await core.release(first.lease_id, reusable=True)
         before = local_fleet.stats().get("heartbeats", 0)
-        await eventually(lambda: local_fleet.stats().get("heartbeats", 0) >= before + 6)
-        assert core.stats()["heartbeats"] >= 6
+        await eventually(lambda: core.stats()["heartbeats"] >= 6)
+        assert local_fleet.stats()["heartbeats"] - before >= 4  # two may have been counted before
 
 
 async def test_an_instance_that_ended_by_itself_is_noticed_and_not_lent(local_fleet):

@@ -156,6 +156,12 @@ def test_what_the_machine_lacks_is_one_line_with_what_to_do(folder, monkeypatch,
     assert len(error.splitlines()) == 1 and all(word in error for word in words)
 
 
+def test_a_venv_of_an_unsuited_python_is_named_instead_of_filled(folder, capsys):
+    (folder / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.13.0\n", encoding="utf-8")
+    assert setup_env.main([]) == 2
+    assert "made with Python 3.13; remove it" in capsys.readouterr().err
+
+
 def test_too_little_disk_is_said_before_anything_is_downloaded(folder, monkeypatch, capsys):
     setup_env.PYTHON.unlink()
     monkeypatch.setitem(setup_env.NEEDED_BYTES, "cpu", 10**18)

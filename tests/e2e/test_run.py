@@ -1,0 +1,164 @@
+"""Whole runs on real parts: local Fleet over HTTP, SDK, vLLM behind Serve, DeepSpeed under Ray Train."""
+
+import json
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.runs import batches, start, steps
+from train.metrics import find_spec
+
+STALENESS = 2
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One asynchronous run with two learner ranks, and its last line."""
+    out = tmp_path_factory.mktemp("runs")
+    keys = {"buffer.max_staleness": STALENESS, "trainer.max_steps": 5, "trainer.learner.num_workers": 2}
+    run = start("configs/demo.yaml", "asynchronous", out, keys=keys)
+    text = run.output()
+    assert run.process.returncode == 0, text
+    return run, json.loads(text.strip().splitlines()[-1])
+
+
+@pytest.mark.timeout(400)
+def test_a_run_ends_with_its_summary(finished):
+    run, summary = finished
+    asked = {"pass_at_1_before", "pass_at_1_after", "eval_tasks", "steps", "wall_s", "peak_rss_gb", "ledger"}
+    assert asked <= set(summary)
+    assert summary == json.loads((run.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["eval_tasks"]) == (5, 8)
+    assert (run.folder / "reward_curve.png").stat().st_size > 10_000
+
+
+def test_the_ledger_balances_and_every_instance_is_gone(finished):
+    _, summary = finished
+    for ledger in (summary["ledger"]["train"], summary["ledger"]["eval"]):
+        ended = sum(ledger[name] for name in ("graded", "ungraded", "infra_failed", "cancelled"))
+        assert ledger["dispatched"] == ended and ledger["in_flight"] == 0 and ledger["infra_failed"] == 0
+    instances = summary["ledger"]["instances"]
+    assert instances["left"] == 0 and instances["made"] == instances["deleted"] + instances["expired"] > 0
+
+
+def test_nothing_of_a_finished_run_is_left_on_the_machine(finished):
+    run, _ = finished
+    assert run.leftovers() == []
+
+
+def test_no_batch_lags_more_than_allowed_and_the_spans_prove_it(finished):
+    run, _ = finished
+    for version, batch in enumerate(batches(run.folder)):
+        for trajectory in batch:
+            lags = [version - span[0] for span in trajectory["spans"]]
+            assert all(0 <= lag <= STALENESS for lag in lags)
+    assert len(batches(run.folder)) == 5
+    assert any(step["staleness/max"] > 0 for step in steps(run.folder)), "nothing overlapped: the run was synchronous"
+
+
+def test_trajectories_are_token_exact_over_many_turns(finished):
+    run, _ = finished
+    tokenizer = AutoTokenizer.from_pretrained("configs/models/tiny-tracker")
+    trajectories = [t for batch in batches(run.folder) for t in batch if t["outcome"] == "graded"]
+    assert any(t["turns"] > 2 for t in trajectories)
+    for t in trajectories:
+        assert len(t["ids"]) == len(t["mask"]) == len(t["logprobs"]) and not any(t["mask"][: t["prompt_length"]])
+        assert sum(t["mask"]) == t["spans"][-1][2]
+        turns = [m["content"] for m in t["messages"] if m["role"] == "assistant"]
+        sampled = [i for i, kept in zip(t["ids"], t["mask"], strict=True) if kept]
+        assert tokenizer.decode(sampled, skip_special_tokens=True) == "".join(turns)
+
+
+def test_the_learner_agrees_with_the_engine_before_and_after_every_update(finished):
+    """Tokens sampled under the very version that is trained: any difference is a bug of engine, packing or update."""
+    run, _ = finished
+    same_version = [s["mismatch/logp_abs_diff_mean"] for s in steps(run.folder) if "mismatch/logp_abs_diff_mean" in s]
+    assert same_version and max(same_version) < 1e-3
+
+
+def test_the_engines_logprobs_are_those_of_transformers_over_whole_trajectories(finished):
+    run, _ = finished
+    model = AutoModelForCausalLM.from_pretrained("configs/models/tiny-tracker", dtype=torch.float32).eval()
+    first = [t for t in batches(run.folder)[0] if {span[0] for span in t["spans"]} == {0}]
+    assert len(first) >= 8
+    for t in first:
+        ids = torch.tensor([t["ids"]])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(t["mask"][1:], dtype=torch.bool)
+        assert (logprobs[mask] - torch.tensor(t["logprobs"][1:])[mask]).abs().mean() < 1e-3
+
+
+def test_every_metric_is_in_the_table_and_the_main_ones_are_there(finished):
+    run, _ = finished
+    names = {name for step in steps(run.folder) for name in step} - {"step", "time"}
+    assert [name for name in names if find_spec(name) is None] == []
+    assert {"reward/avg_pass_at_4", "reward/tracker/signal_ratio", "environment/tracker/avg_tool_calls"} <= names
+    assert {"policy/ppo_clip_ratio", "policy/policy_kl", "trainer/global_step", "leases/leased"} <= names
+
+
+def test_the_last_checkpoint_loads_in_transformers_and_holds_the_published_weights(finished):
+    run, _ = finished
+    folder = run.folder / "checkpoints" / "global_step_5" / "policy"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = AutoModelForCausalLM.from_pretrained("configs/models/tiny-tracker")
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
+    assert any(moved)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained("configs/models/tiny-tracker").chat_template
+
+
+@pytest.mark.timeout(700)
+def test_synchronous_runs_with_one_seed_are_the_same_run(tmp_path):
+    keys = {"buffer.max_staleness": 0, "trainer.eval_before_train": "false", "trainer.eval_after_train": "false"}
+    seen = []
+    for name in ("first", "second"):
+        run = start("configs/demo.yaml", name, tmp_path, keys=keys)
+        text = run.output()
+        assert run.process.returncode == 0, text
+        for version, batch in enumerate(batches(run.folder)):
+            assert {span[0] for t in batch for span in t["spans"]} == {version}, "a batch was not on-policy"
+        exact = ("task_key", "ids", "mask", "spans", "reward", "stop_reason", "messages")
+        seen.append([[[t[key] for key in exact] for t in batch] for batch in batches(run.folder)])
+    assert seen[0] == seen[1] and len(seen[0]) == 3
+
+
+@pytest.mark.timeout(400)
+def test_faults_of_the_environment_end_episodes_with_a_reason_and_the_run_goes_on(tmp_path):
+    faults = tmp_path / "faults.yaml"
+    faults.write_text(
+        "seed: 3\n"
+        "faults:\n"
+        "  - {route: make, kind: status, status: 500, probability: 0.05}\n"
+        "  - {route: tool, kind: hang, seconds: 60, tool: search_tickets, count: 3}\n"
+        "  - {route: verify, kind: verifier_failure, probability: 0.5}\n"
+    )
+    keys = {
+        "environment.local_faults": faults,
+        "generator.deadlines.step": 3,
+        "generator.deadlines.verify": 5,
+        "trainer.eval_before_train": "false",
+        "trainer.eval_after_train": "false",
+    }
+    run = start("configs/demo.yaml", "faults", tmp_path, keys=keys)
+    text = run.output()
+    assert run.process.returncode == 0, text
+    ledger = json.loads(text.strip().splitlines()[-1])["ledger"]
+    assert ledger["train"]["balanced"] and ledger["train"]["ungraded"] > 0 and ledger["instances"]["left"] == 0
+    for trajectory in (t for batch in batches(run.folder) for t in batch):
+        assert (trajectory["outcome"] == "graded") == (trajectory["reward"] is not None)
+        assert trajectory["outcome"] == "graded" or trajectory["reason"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("phase", ["starting", "starting the policy", "evaluating", "training  step 1"])
+def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
+    run = start("configs/demo.yaml", "stopped", tmp_path, keys={"trainer.max_steps": 500})
+    run.read_until(phase)
+    run.process.send_signal(signal.SIGINT)
+    text = run.output(timeout_s=90)
+    assert run.process.returncode == 130, text
+    assert text.strip().splitlines()[-1] == "fleet-rl: stopped" and "Traceback" not in text
+    assert run.leftovers() == []

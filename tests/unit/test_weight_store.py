@@ -1,0 +1,70 @@
+"""Versions only grow and are on disk before they are seen; the newest snapshot is the one that is handed out."""
+
+import json
+
+import pytest
+import torch
+
+from actors.weight_store import STATE_FILE, WeightLedger
+from serve.weight_transfer import SnapshotError, pack_weights, read_header
+
+
+def header(rows=2):
+    return read_header(pack_weights({"weight": torch.zeros(rows, 3)}))
+
+
+@pytest.fixture
+def state_file(tmp_path):
+    return tmp_path / "run" / STATE_FILE
+
+
+def test_the_model_folder_is_version_0_and_each_publication_the_next(state_file):
+    ledger = WeightLedger(state_file)
+    assert ledger.latest() == (0, None)
+    assert [ledger.publish(header(), snapshot) for snapshot in ("a", "b", "c")] == [1, 2, 3]
+    assert ledger.latest() == (3, "c")
+
+
+def test_a_version_never_names_two_sets_of_weights_across_restarts(state_file):
+    ledger = WeightLedger(state_file)
+    seen = {ledger.version, ledger.publish(header(), "a"), ledger.publish(header(), "b")}
+    for _ in range(3):
+        ledger = WeightLedger(state_file)  # continued from a model folder, perhaps without publishing anything
+        assert ledger.latest()[1] is None
+        assert ledger.version not in seen and ledger.version > max(seen)
+        seen.add(ledger.version)
+    assert ledger.publish(header(), "c") == max(seen) + 1
+
+
+def test_a_version_is_on_disk_before_it_is_returned(state_file):
+    ledger = WeightLedger(state_file)
+    for _ in range(3):
+        version = ledger.publish(header(), "x")
+        assert json.loads(state_file.read_text()) == {"version": version}
+    assert [path.name for path in state_file.parent.iterdir()] == [STATE_FILE]
+
+
+def test_if_it_cannot_be_written_nothing_is_published(state_file):
+    ledger = WeightLedger(state_file)
+    ledger.publish(header(), "a")
+    state_file.with_suffix(".partial").mkdir()
+    with pytest.raises(IsADirectoryError):
+        ledger.publish(header(), "b")
+    assert ledger.latest() == (1, "a")
+
+
+def test_weights_of_another_model_are_refused(state_file):
+    ledger = WeightLedger(state_file)
+    ledger.publish(header(), "a")
+    with pytest.raises(SnapshotError, match=r"shape \[5, 3\], the model \[2, 3\]"):
+        ledger.publish(header(rows=5), "b")
+    assert ledger.latest() == (1, "a")
+    assert ledger.publish(header(), "b") == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"version": "3"}', '{"version": -1}'])
+def test_a_damaged_state_file_is_named(state_file, text):
+    state_file.parent.mkdir()
+    state_file.write_text(text)
+    with pytest.raises(ValueError, match=f"{state_file} holds .*; restore or remove it"):
+        WeightLedger(state_file)
