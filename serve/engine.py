@@ -431,18 +431,24 @@ def _kill(processes: Iterable[Any]) -> None:
 
 
 def generate_offline(
-    config: PolicyConfig, model_path: str | Path, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
+    config: PolicyConfig,
+    model_path: str | Path,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    ignore_eos: bool = False,
 ) -> tuple[float, int]:
     """What the same engine does without anything around it: seconds and sampled tokens of one offline batch.
 
-    The yardstick of throughput. Compiles and warms up on the first prompts before it measures. Runs in this process.
+    The yardstick of throughput. ``ignore_eos`` samples exactly ``max_tokens`` for each prompt. Compiles and warms up on the first prompts before it measures. Runs in this process.
     """
     os.environ.update(config.environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     options = vars(_engine_args(config, model_path))
     for name in ("enable_log_requests", "worker_extension_cls", "weight_transfer_config"):
         options.pop(name)
     llm = vllm.LLM(**options | {"distributed_executor_backend": UniProcExecutor})
-    params = [_sampling_params(sampling) for sampling in samplings]
+    params = [_sampling_params(sampling).clone() for sampling in samplings]
+    for one in params:
+        one.ignore_eos = ignore_eos
     batch = [{"prompt_token_ids": list(prompt), "cache_salt": "measured"} for prompt in prompts]
     llm.generate([item | {"cache_salt": "warm"} for item in batch[:8]], params[:8], use_tqdm=False)
     began = time.monotonic()

@@ -20,6 +20,8 @@ from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.task import Task
+from actors.trajectory import Group
 from actors.weight_store import WeightStore
 from serve.policy import deploy_policy
 from serve.sampling import Sampling
@@ -208,7 +210,8 @@ class System:
             report({"phase": f"evaluating ({label})"})
             if self._first_rollout_s is None:
                 self._first_rollout_s = time.monotonic() - self._started
-            groups = self._evaluate_once(f"eval-{step}-{label}", n, self._sampling(temperature))
+            name = f"eval-{step}-{label}"
+            groups = self._run_groups(name, self._inputs.eval_tasks, n, self._sampling(temperature))
             version = self._policy.versions()
             result = evaluate_groups(label, step, max(version), groups)
             folder = self._run_dir / "evals" / f"global_step_{step}" / label
@@ -217,9 +220,14 @@ class System:
         report({"pass_at_1": results[0].overall.pass_at_1})
         return results
 
-    def _evaluate_once(self, label: str, n: int, sampling: Sampling) -> list[Any]:
+    def roll_out(self, count: int, label: str) -> list[Group]:
+        """The next ``count`` training tasks as groups, sampled as for training but handed to the caller."""
+        tasks = [next(self._sampler) for _ in range(count)]
+        n, temperature = self._config.generator.n_samples_per_prompt, self._config.generator.sampling_params.temperature
+        return self._run_groups(label, tasks, n, self._sampling(temperature))
+
+    def _run_groups(self, label: str, tasks: list[Task], n: int, sampling: Sampling) -> list[Group]:
         timeout_s = deadline_of_group(self._config)
-        tasks = self._inputs.eval_tasks
         waves = 1 + len(tasks) * n // self._config.generator.max_inflight_episodes
         call = self._conductor.evaluate.remote(label, tasks, n, sampling, timeout_s * waves)
         return _get(call, timeout_s * waves + CALL_TIMEOUT_S, "evaluation")
