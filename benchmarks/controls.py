@@ -2,8 +2,8 @@
 
     python -m benchmarks.controls [--steps 12] [--out runs]
 
-Runs the demo short, twice, and prints one JSON line last: the change of held-out pass@1 in each run, and the noise such a
-change has when nothing was learned (two standard errors of a difference of two evaluations).
+Runs the demo short, twice, and prints one JSON line last: the change of held-out pass@1 in each run, and the noise such
+a change has when nothing was learned (two standard errors of a difference of two evaluations).
 """
 
 from __future__ import annotations

@@ -439,7 +439,8 @@ def generate_offline(
 ) -> tuple[float, int]:
     """What the same engine does without anything around it: seconds and sampled tokens of one offline batch.
 
-    The yardstick of throughput. ``ignore_eos`` samples exactly ``max_tokens`` for each prompt. Compiles and warms up on the first prompts before it measures. Runs in this process.
+    The yardstick of throughput. Compiles and warms up on the first prompts before it measures. Runs in this process.
+    With ``ignore_eos`` exactly ``max_tokens`` are sampled for each prompt.
     """
     os.environ.update(config.environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     options = vars(_engine_args(config, model_path))

@@ -1,0 +1,142 @@
+"""The verbs of a cluster's users, against `ray start --head` on this machine: submit, watch, stop."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import SMALL
+
+BIN = Path(sys.executable).parent
+START_TIMEOUT_S = 90
+JOB_TIMEOUT_S = 280
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Address of the dashboard of a one-node cluster; a run's actors must fit into its four logical CPUs."""
+    port, dashboard, metrics, client, agent = free_ports(5)
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # Ray's own 3 s are too short for an orderly end
+    }
+    head = subprocess.Popen(
+        [BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4"]
+        + [f"--port={port}", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"]
+        + [f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"]
+        + ["--object-store-memory=600000000"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        wait_for(
+            lambda: reachable(f"{address}/api/version") and (head.poll() is None), START_TIMEOUT_S, "the dashboard"
+        )
+        yield {"address": address, "metrics": f"http://127.0.0.1:{metrics}/metrics", "environment": environment}
+    finally:
+        head.send_signal(signal.SIGTERM)
+        head.wait(timeout=60)
+
+
+def wait_for(condition, timeout_s: float, what: str):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if answer := condition():
+            return answer
+        time.sleep(0.5)
+    raise AssertionError(f"{what} did not come within {timeout_s} s")
+
+
+def reachable(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def job(cluster, *words: str, timeout_s: float = JOB_TIMEOUT_S) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [BIN / "ray", "job", words[0], "--address", cluster["address"], *words[1:]],
+        env=cluster["environment"],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def command(out: Path, name: str, **keys: str) -> list[str]:
+    arguments = [word for key, value in (SMALL | keys).items() for word in (f"--{key}", str(value))]
+    return ["python", "-m", "train.run", "configs/demo.yaml", "--name", name, "--output_dir", str(out), *arguments]
+
+
+@pytest.mark.timeout(400)
+def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, tmp_path):
+    words = ["submit", "--no-wait", "--submission-id", "watched", "--working-dir", ".", "--"]
+    submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "4"}))
+    assert submitted.returncode == 0, submitted.stderr
+    exported = wait_for(
+        lambda: (
+            (text := get(cluster["metrics"]))
+            if "fleet_rl_policy_grad_norm" in (text := get(cluster["metrics"]))
+            else None
+        ),
+        JOB_TIMEOUT_S,
+        "the first training step on the Prometheus endpoint",
+    )
+    assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
+    actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
+    names = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
+    assert {"replay_buffer", "weight_store", "env_pool", "conductor", "rollout_worker_0"} <= names
+    serve = json.loads(get(f"{cluster['address']}/api/serve/applications/"))
+    assert serve["applications"]["fleet-rl-watched"]["status"] == "RUNNING"
+    wait_for(lambda: "SUCCEEDED" in job(cluster, "status", "watched").stdout, JOB_TIMEOUT_S, "the end of the job")
+    assert json.loads((tmp_path / "watched" / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.timeout(120)
+def test_the_exit_code_follows_the_run(cluster, tmp_path):
+    done = job(cluster, "submit", "--working-dir", ".", "--", *command(tmp_path, "wrong"), "--trainer.max_step", "3")
+    assert done.returncode != 0
+    assert "unknown key 'trainer.max_step'; the nearest known key is 'trainer.max_steps'" in done.stdout + done.stderr
+
+
+@pytest.mark.timeout(400)
+def test_stopping_a_job_ends_it_cleanly(cluster, tmp_path):
+    words = ["submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--"]
+    assert job(cluster, *words, *command(tmp_path, "stopped", **{"trainer.max_steps": "500"})).returncode == 0
+    wait_for(lambda: "training" in job(cluster, "logs", "stopped").stdout, JOB_TIMEOUT_S, "the training")
+    job(cluster, "stop", "stopped")
+    wait_for(lambda: "STOPPED" in job(cluster, "status", "stopped").stdout, 90, "the end of the job")
+    assert "fleet-rl: stopped" in job(cluster, "logs", "stopped").stdout
+    applications = json.loads(get(f"{cluster['address']}/api/serve/applications/"))["applications"]
+    assert "fleet-rl-stopped" not in applications
+    leases = json.loads((tmp_path / "stopped" / "leases.json").read_text())
+    assert leases.get("slots", []) == []
