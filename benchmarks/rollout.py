@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from train.config import RunConfig, load_config
 from train.preflight import check_inputs
 
 WARM_UP_GROUPS = 8
+RAW_TIMEOUT_S = 1800
 
 
 def run_pipeline(config: RunConfig, groups: int) -> tuple[float, list[Trajectory]]:
@@ -70,7 +73,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(args.config, ["--output_dir", folder, "--name", "benchmark", "--tracking.wandb", "false"])
         pipeline_s, trajectories = run_pipeline(config, args.groups)
-    raw_s = run_raw(config, trajectories)
+    # In a process of its own: vLLM in this one would write to the terminal after the last line.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        raw_s = alone.submit(run_raw, config, trajectories).result(timeout=RAW_TIMEOUT_S)
     tokens = sum(int(trajectory.mask.sum()) for trajectory in trajectories)
     line = {
         "raw_tok_s": round(tokens / raw_s, 1),

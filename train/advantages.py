@@ -1,4 +1,4 @@
-"""Advantages relative to the group, and how much signal a batch of rewards carries. Pure functions over numpy."""
+"""Advantages relative to the group: pure functions over numpy."""
 
 from __future__ import annotations
 
@@ -76,25 +76,3 @@ def _whitened(groups: list[np.ndarray], lengths: Sequence[Sequence[int]] | None)
     variance = ((flat - mean) ** 2 * tokens).sum() / max(total - 1, 1)
     white = (flat - mean) / np.sqrt(variance + WHITENING_EPSILON)
     return np.split(white, np.cumsum([len(group) for group in groups])[:-1])
-
-
-def variance_per_prompt(rewards: Sequence[Sequence[float]]) -> float:
-    """Mean over groups of two or more of the population variance of their rewards; 0.0 without such a group.
-
-    0 means that no prompt gave a signal; 0.25 is the most that binary rewards can give.
-    """
-    variances = [float(np.var(group)) for group in rewards if len(group) >= 2]
-    return float(np.mean(variances)) if variances else 0.0
-
-
-def signal_ratio(rewards: Sequence[Sequence[float]]) -> float:
-    """Share of the groups of two or more whose rewards differ; 0.0 without such a group."""
-    # Not the variance: that of three rewards of 0.1 is above zero in floating point.
-    informative = [max(group) > min(group) for group in rewards if len(group) >= 2]
-    return float(np.mean(informative)) if informative else 0.0
-
-
-def pass_at_n(rewards: Sequence[Sequence[float]]) -> float:
-    """Share of the groups with any reward above zero; 0.0 without a group. n is the size of the groups."""
-    solved = [any(reward > 0 for reward in group) for group in rewards if len(group)]
-    return float(np.mean(solved)) if solved else 0.0

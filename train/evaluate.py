@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class EvalResult:
     version: int
     overall: PassRate
     per_env: dict[str, PassRate]
+    metrics: dict[str, float] = field(default_factory=dict)  # beyond the pass rates, under their final names
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

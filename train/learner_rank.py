@@ -372,8 +372,8 @@ def _sample(trajectory: Trajectory, advantage: float, weight: float, vocabulary:
         raise LearnerError(
             f"{trajectory.trajectory_id}: its first token is sampled, or an id is not in the vocabulary of {vocabulary}"
         )
-    # A token drawn after an update still attends to keys and values that older weights computed: its logprob is that of
-    # no single version. What it can be compared with is decided by the oldest version before it, the trajectory's first.
+    # A token drawn after an update attends to keys and values that older weights computed: its logprob is that of no
+    # single version. What it can be compared with is decided by the oldest version before it, the trajectory's first.
     versions = np.full(int(trajectory.mask.sum()), trajectory.oldest_version, dtype=np.int64)
     return Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, versions, float(advantage), weight)
 

@@ -15,6 +15,7 @@ from train.config import ConfigError, RunConfig, load_config, print_help
 from train.failures import RunFailed
 
 if TYPE_CHECKING:
+    from train.evaluate import EvalResult
     from train.preflight import Inputs
     from train.system import System
 
@@ -82,30 +83,40 @@ def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
         System(config, inputs, steps) as system,
     ):
         system.start(progress.update)
-        before = system.evaluate(0, progress.update) if config.trainer.eval_before_train else []
+        before = evaluate(system, tracker, progress, 0) if config.trainer.eval_before_train else []
         train(system, tracker, progress, deadline=started + config.run_timeout)
-        after = system.evaluate(steps, progress.update) if config.trainer.eval_after_train else []
-        for result in (*before, *after):
-            tracker.log_eval(result)
+        after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []
         facts = system.summary(before, after)
     wall_s = time.monotonic() - started
     write_report(config.run_dir, tracker.history, before, after, facts | {"wall_s": round(wall_s, 1)})
     return 0
 
 
-def train(system: System, tracker, progress, deadline: float) -> None:
+def evaluate(system: System, tracker: Tracker, progress: ProgressDisplay, step: int) -> list[EvalResult]:
+    """Held-out pass rates of the policy as it is at ``step``."""
+    results = system.evaluate(step, progress.update)
+    for result in results:
+        tracker.log_eval(result)
+    return results
+
+
+def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline: float) -> None:
     """Start rollouts and learner and follow them until the last step."""
     system.start_training()
     while not system.learner_done():
         if time.monotonic() > deadline:
             raise RunFailed("run_timeout passed")
-        for metrics in system.new_steps():
-            tracker.log(metrics)
+        _record(system, tracker, progress)
         progress.update(system.status())
         time.sleep(POLL_S)
+    _record(system, tracker, progress)
+    system.end_training()
+
+
+def _record(system: System, tracker: Tracker, progress: ProgressDisplay) -> None:
     for metrics in system.new_steps():
         tracker.log(metrics)
-    system.end_training()
+        progress.update({"reward": metrics["reward/avg_raw_reward"], "staleness": metrics.get("staleness/mean")})
 
 
 def total_steps(config: RunConfig, n_tasks: int) -> int:

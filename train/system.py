@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from train.failures import RunFailed
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
 from train.memory import PeakMemory
-from train.metrics import buffer_metrics, lease_metrics
+from train.metrics import buffer_metrics, eval_group_metrics, lease_metrics
 from train.preflight import Inputs
 from train.publisher import WeightPublisher
 
@@ -63,6 +64,7 @@ class System:
         self._rate = (time.monotonic(), 0)
 
     def __enter__(self) -> System:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
         self._cleanup.enter_context(self._memory)
         return self
 
@@ -214,6 +216,8 @@ class System:
             groups = self._run_groups(name, self._inputs.eval_tasks, n, self._sampling(temperature))
             version = self._policy.versions()
             result = evaluate_groups(label, step, max(version), groups)
+            if label == "sampled":
+                result = replace(result, metrics=eval_group_metrics(groups, n))
             folder = self._run_dir / "evals" / f"global_step_{step}" / label
             dump_eval(folder, result, groups, self._inputs.prompter)
             results.append(result)

@@ -106,7 +106,7 @@ class Tracker:
 
     def log_eval(self, result: EvalResult) -> None:
         """Record the pass rates of an evaluation at its step."""
-        self.log(eval_metrics(result), result.step)
+        self.log(eval_metrics(result) | result.metrics, result.step)
 
     def close(self) -> None:
         self._background.close(CLOSE_TIMEOUT_S)

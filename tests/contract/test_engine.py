@@ -167,33 +167,6 @@ async def test_keys_and_values_of_old_weights_are_reused_only_under_the_old_salt
     assert error(stale, reference_logprobs(model, prompt, stale.token_ids, weights=weights)) > 1e-2
 
 
-async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(model):
-    config = CONFIG.model_copy(update={"generate_timeout_s": 1.0, "health_timeout_s": 1.0})
-    before = set(engine_processes())
-    engine = await Engine.start(config, model)
-    folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
-    assert folder.is_dir()
-    (core,) = set(engine_processes()) - before
-    await engine.check()
-    core.send_signal(signal.SIGSTOP)
-    with pytest.raises(GenerateTimeout, match="not answered within 1 s"):
-        await sample(engine)
-    waiting = asyncio.create_task(sample(engine))
-    with pytest.raises(EngineDead, match="no token within 1 s"):
-        await engine.check()
-    for answer in (waiting, sample(engine), engine.check()):
-        with pytest.raises((EngineDead, GenerateTimeout)):
-            await answer
-    with pytest.raises(EngineDead):
-        await sample(engine)
-    core.wait(5)
-    assert not folder.exists()
-
-
-def engine_processes():
-    return [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
-
-
 async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):
     with pytest.raises(EngineDead, match="did not start"):
         await Engine.start(CONFIG, tmp_path)
@@ -204,3 +177,25 @@ async def test_another_vllm_is_named_with_the_ones_that_fit():
         _check_vllm_version("0.30.1")
     _check_vllm_version("0.26.0")
     _check_vllm_version("0.29.1+cpu")
+
+
+async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine):
+    """The last test: the engine they share does not survive it."""
+    engine._config = CONFIG.model_copy(update={"generate_timeout_s": 1.0, "health_timeout_s": 1.0})
+    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    assert folder.is_dir()
+    await engine.check()
+    core.send_signal(signal.SIGSTOP)
+    with pytest.raises(GenerateTimeout, match="not answered within 1 s"):
+        await sample(engine)
+    waiting = asyncio.create_task(sample(engine))
+    with pytest.raises(EngineDead, match="no token within 1 s"):
+        await engine.check()
+    with pytest.raises((EngineDead, GenerateTimeout)):
+        await waiting
+    for answer in (sample(engine), engine.check()):
+        with pytest.raises(EngineDead, match="no token within 1 s"):
+            await answer
+    core.wait(5)
+    assert not folder.exists()

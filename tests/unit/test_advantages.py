@@ -1,4 +1,4 @@
-"""Advantage estimators against independent float64 torch formulas, and the signal statistics by hand."""
+"""Advantage estimators against independent float64 torch formulas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.advantages import SmallGroupError, advantages, pass_at_n, signal_ratio, variance_per_prompt
+from train.advantages import SmallGroupError, advantages
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.25, 0.5], [0.1, 0.1, 0.1]]
 
@@ -73,19 +73,3 @@ def test_reinforce_plus_plus_without_lengths_is_refused():
 def test_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="unknown advantage estimator 'gae'"):
         advantages([[1.0, 0.0]], "gae")
-
-
-def test_signal_statistics():
-    rewards = [[1.0, 0.0, 1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 0.0], [1.0]]
-    assert variance_per_prompt(rewards) == pytest.approx(0.25 / 3)
-    assert signal_ratio(rewards) == pytest.approx(1 / 3)
-    assert pass_at_n(rewards) == pytest.approx(3 / 4)
-
-
-def test_signal_statistics_of_nothing_are_zero():
-    assert (variance_per_prompt([]), signal_ratio([]), pass_at_n([])) == (0.0, 0.0, 0.0)
-    assert (variance_per_prompt([[1.0]]), signal_ratio([[1.0]])) == (0.0, 0.0)
-
-
-def test_equal_rewards_that_are_no_binary_fractions_are_no_signal():
-    assert signal_ratio([[0.1, 0.1, 0.1]]) == 0.0

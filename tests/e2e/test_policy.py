@@ -1,0 +1,206 @@
+"""Two replicas behind Ray Serve: updates reach both, no replica answers with weights that were not published."""
+
+import asyncio
+import os
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+
+from actors.weight_store import WeightStore
+from serve.config import PolicyConfig
+from serve.engine import EngineDead, RequestRefused
+from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
+from serve.sampling import Sampling
+from serve.weight_transfer import SHARED_MEMORY, pack_weights, read_header
+from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
+
+APP = "fleet-rl-test-policy"
+CONFIG = PolicyConfig(
+    num_replicas=2, dtype="float32", max_model_len=512, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.1
+)
+PROMPT = list(b"Close ticket 12.")
+RESTART_S = 120
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_qwen3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def store(cluster, tmp_path_factory):
+    return WeightStore.options(name="test_weight_store").remote(str(tmp_path_factory.mktemp("run")))
+
+
+@pytest.fixture(scope="module")
+def client(cluster, store, model):
+    client = deploy_policy(CONFIG, str(model), store, APP)
+    yield client
+    client.shutdown()
+
+
+def turns(client, n=1, prompt=PROMPT, **sampling):
+    """n turns at once, each of a session of its own."""
+
+    async def all_of_them():
+        sampled = Sampling(**{"max_tokens": 16} | sampling)
+        calls = (client.generate(prompt, sampled, request_id=f"r{i}", session_id=f"s{i}") for i in range(n))
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(all_of_them())
+
+
+def publish(store, weights):
+    return ray.get(store.publish.remote([ray.put(pack_weights(weights))]), timeout=60)
+
+
+def error(turn, model, weights=None):
+    reference = reference_logprobs(model, PROMPT, turn.token_ids, weights=weights)
+    return max(abs(a - b) for a, b in zip(turn.logprobs, reference.tolist(), strict=True))
+
+
+def until(condition, timeout_s, what):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.2)
+
+
+def engines():
+    """Engine processes of this test's replicas, with the replica each belongs to."""
+    return [p for p in psutil.process_iter() if "EngineCore" in _name(p) and f"ServeReplica:{APP}" in _name(p.parent())]
+
+
+def _name(process):
+    try:
+        return " ".join([process.name(), *process.cmdline()]) if process else ""
+    except psutil.Error:
+        return ""
+
+
+def folders():
+    return list(SHARED_MEMORY.glob(f"fleet-rl-{APP[:24]}*"))
+
+
+def test_replicas_sample_and_keep_a_session_together(client, model):
+    sampled = turns(client, n=24)
+    assert all(error(turn, model) < 1e-3 for turn in sampled[:4])
+    assert all(turn.spans == [(0, 0, len(turn.token_ids))] and turn.cache_salt == "v0" for turn in sampled)
+    before = {s["replica"]: s["finished_requests"] for s in client.stats()}
+    assert min(before.values()) >= 3, f"24 sessions went to one replica of {before}"
+
+    async def one_session():
+        for i in range(6):
+            await client.generate(PROMPT, Sampling(max_tokens=1), request_id=f"turn{i}", session_id="one")
+
+    asyncio.run(one_session())
+    more = sorted(s["finished_requests"] - before[s["replica"]] for s in client.stats())
+    # The health check of an idle replica samples a token too.
+    assert more[1] >= 6 > more[0] + 3
+
+
+def test_a_refused_request_says_why_to_its_caller(client):
+    with pytest.raises(RequestRefused, match="600 tokens leaves no room"):
+        turns(client, prompt=[1] * 600)
+
+
+def test_a_cancelled_request_leaves_its_replica(client):
+    async def cancel_one():
+        call = client.generate(PROMPT, Sampling(max_tokens=490), request_id="cancelled")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call, 0.3)
+
+    asyncio.run(cancel_one())
+    until(lambda: sum(s["requests_in_flight"] for s in client.stats()) == 0, 10, "the request ends in its engine")
+
+
+def test_an_update_reaches_all_replicas_under_requests_in_flight(client, store, model):
+    weights = perturbed_weights(model, seed=1)
+
+    async def straddling():
+        ended, in_flight = asyncio.Event(), []
+
+        async def session(name):
+            while not ended.is_set():
+                sampling = Sampling(max_tokens=300)
+                in_flight.append(await client.generate(PROMPT, sampling, request_id="r", session_id=name))
+
+        sessions = [asyncio.create_task(session(f"s{i}")) for i in range(16)]
+        await asyncio.sleep(0.2)
+        version = await asyncio.to_thread(publish, store, weights)
+        results = await asyncio.to_thread(client.update, version, 60)
+        ended.set()
+        await asyncio.gather(*sessions)
+        return version, results, in_flight
+
+    version, results, in_flight = asyncio.run(straddling())
+    assert version == 1 and client.versions() == [1, 1]
+    assert len({result["replica"] for result in results}) == 2
+    assert all(result["checksums"] == read_header(pack_weights(weights)).checksums for result in results)
+    assert any([span[0] for span in turn.spans] == [0, 1] for turn in in_flight)
+    for turn in turns(client, n=8):
+        assert turn.spans == [(1, 0, len(turn.token_ids))] and turn.cache_salt == "v1"
+        assert error(turn, model, weights) < 1e-3
+
+
+def test_an_announced_version_that_was_not_published_is_an_error_that_names_the_replicas(client):
+    replicas = [s["replica"] for s in client.stats()]
+    with pytest.raises(PolicyUpdateError, match="it holds version 1, not 7") as raised:
+        client.update(7, 60)
+    assert all(replica in str(raised.value) for replica in replicas)
+    assert client.versions() == [1, 1]
+
+
+def test_a_replica_that_comes_back_holds_what_was_published(client, store, model):
+    """One replica is killed, the other one fails an update: both are replaced, and serve the newest weights only."""
+    assert len(engines()) == len(folders()) == 2
+    victim = engines()[0]
+    victim.parent().kill()
+    victim.wait(10)  # vLLM's process ends with its replica
+    until(lambda: len(folders()) == 1, 10, "the killed replica's files go")
+
+    broken = {name: torch.full_like(w, torch.nan) for name, w in perturbed_weights(model, seed=2).items()}
+    (survivor,) = (p for p in engines() if p.pid != victim.pid)
+    with pytest.raises(PolicyUpdateError, match="update to version 2"):
+        client.update(publish(store, broken), 60)
+    survivor.wait(10)
+    with pytest.raises((EngineDead, ray.exceptions.RayError)):
+        turns(client)
+
+    weights = perturbed_weights(model, seed=3)
+    version = publish(store, weights)
+    until(lambda: versions_or_none(client) == [version] * 2, RESTART_S, "both replicas are replaced")
+    for turn in turns(client, n=8):
+        assert turn.spans == [(version, 0, len(turn.token_ids))]
+        assert error(turn, model, weights) < 1e-3
+
+
+def versions_or_none(client):
+    try:
+        return client.versions(timeout_s=10)
+    except PolicyUpdateError:
+        return None
+
+
+def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
+    """The weight store dies with its driver."""
+    ray.kill(store)
+    until(lambda: not engines() and not folders(), 60, "engines and their files go")
+    client.shutdown()
+
+
+def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PolicyStartError, match="did not start.*"):
+        deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
+    assert not folders() and os.getpid() not in {p.ppid() for p in engines()}
