@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,6 @@ class EvalResult:
     overall: PassRate
     per_env: dict[str, PassRate]
     metrics: dict[str, float] = field(default_factory=dict)  # beyond the pass rates, under their final names
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def evaluate_groups(label: str, step: int, version: int, groups: list[Group]) -> EvalResult:

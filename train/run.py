@@ -17,7 +17,9 @@ from train.failures import RunFailed
 if TYPE_CHECKING:
     from train.evaluate import EvalResult
     from train.preflight import Inputs
+    from train.progress import ProgressDisplay
     from train.system import System
+    from train.tracking import Tracker
 
 POLL_S = 0.5
 USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"

@@ -82,6 +82,12 @@ def get(url: str) -> str:
         return answer.read().decode()
 
 
+def first_step(metrics_url: str) -> str | None:
+    """The metrics endpoint's text once a training step is on it."""
+    text = get(metrics_url)
+    return text if "fleet_rl_policy_grad_norm" in text else None
+
+
 def job(cluster, *words: str, timeout_s: float = JOB_TIMEOUT_S) -> subprocess.CompletedProcess:
     return subprocess.run(
         [BIN / "ray", "job", words[0], "--address", cluster["address"], *words[1:]],
@@ -102,15 +108,7 @@ def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, 
     words = ["submit", "--no-wait", "--submission-id", "watched", "--working-dir", ".", "--"]
     submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "4"}))
     assert submitted.returncode == 0, submitted.stderr
-    exported = wait_for(
-        lambda: (
-            (text := get(cluster["metrics"]))
-            if "fleet_rl_policy_grad_norm" in (text := get(cluster["metrics"]))
-            else None
-        ),
-        JOB_TIMEOUT_S,
-        "the first training step on the Prometheus endpoint",
-    )
+    exported = wait_for(lambda: first_step(cluster["metrics"]), JOB_TIMEOUT_S, "the first step on the metrics endpoint")
     assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
     actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
     names = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
