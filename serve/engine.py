@@ -166,7 +166,7 @@ class Engine:
             if deadline.expired():
                 raise EngineDead(f"the engine did not start within {config.startup_timeout_s:g} s") from None
             if isinstance(error, Exception):
-                raise EngineDead(f"the engine did not start: {error}") from error
+                raise EngineDead(f"the engine did not start: {' '.join(str(error).split())}") from error
             raise
         return engine
 

@@ -21,7 +21,7 @@ from serve.sampling import Completion, Sampling
 from serve.weight_transfer import SharedFolder, remove_abandoned
 
 if TYPE_CHECKING:
-    from serve.engine import Engine
+    from serve.engine import Engine, UpdateReport
 
 DEPLOYMENT = "Policy"
 HEALTH_PERIOD_S = 2.0
@@ -46,9 +46,7 @@ class PolicyStartError(RuntimeError):
 class Policy:
     """One replica: an engine that holds the published weights, or is unhealthy."""
 
-    async def __init__(
-        self, config: PolicyConfig, model_path: str, weight_store: Any | None, app_name: str
-    ) -> None:
+    async def __init__(self, config: PolicyConfig, model_path: str, weight_store: Any | None, app_name: str) -> None:
         """Returns once the engine runs with the version the weight store has published.
 
         Args:
@@ -60,6 +58,8 @@ class Policy:
         remove_abandoned()
         self._app_name = app_name
         self._store = weight_store
+        self._catching_up = asyncio.Lock()
+        self._report: UpdateReport | None = None
         self._folder = SharedFolder(app_name)
         self._replica = serve.get_replica_context().replica_id.unique_id
         version, ref = await weight_store.latest.remote() if weight_store is not None else (0, None)
@@ -79,31 +79,35 @@ class Policy:
         """Load the newest published weights, which must be ``version``.
 
         Returns:
-            ``replica``, ``version`` as it is now, ``error`` (``None`` if all went well), ``seconds`` by phase and
-            ``checksums`` of a sample of the tensors.
+            ``replica``, ``version`` as it is now, ``error`` (``None`` if all went well), and of the last update
+            ``seconds`` by phase and ``checksums`` of a sample of the tensors.
         """
-        result: dict[str, Any] = {"replica": self._replica, "error": None, "seconds": {}, "checksums": {}}
+        result: dict[str, Any] = {"replica": self._replica, "error": None}
         try:
-            result |= await self._catch_up()
+            await self._catch_up()
         except (RuntimeError, ValueError, OSError, RayError) as error:
             result["error"] = str(error)
-        result["version"] = self._engine.version
+        result |= {"version": self._engine.version, "seconds": {}, "checksums": {}}
+        if self._report is not None:
+            result |= {"seconds": self._report.seconds, "checksums": self._report.checksums}
         if result["error"] is None and result["version"] != version:
             result["error"] = f"it holds version {result['version']}, not {version}"
         return result
 
-    async def _catch_up(self) -> dict[str, Any]:
-        """Load what the weight store has published, until it has nothing newer."""
-        loaded: dict[str, Any] = {}
-        while self._store is not None:
-            version, ref = await self._store.latest.remote()
-            if version <= self._engine.version:
-                break
-            report = await self._load(version, ref)
-            loaded = {"seconds": report.seconds, "checksums": report.checksums}
-        return loaded
+    async def _catch_up(self) -> None:
+        """Load what the weight store has published, until it has nothing newer.
 
-    async def _load(self, version: int, ref: ray.ObjectRef) -> Any:
+        One at a time: an announced update and a health check may see the same new version, and whoever loads it first
+        removes the file that the other would read.
+        """
+        async with self._catching_up:
+            while self._store is not None:
+                version, ref = await self._store.latest.remote()
+                if version <= self._engine.version:
+                    break
+                self._report = await self._load(version, ref)
+
+    async def _load(self, version: int, ref: ray.ObjectRef) -> UpdateReport:
         began = time.monotonic()
         snapshot = await ref
         with self._folder.snapshot_file(snapshot, version) as path:
@@ -236,6 +240,7 @@ def deploy_policy(config: PolicyConfig, model_path: str, weight_store: Any | Non
     Raises:
         PolicyStartError: a replica failed to start, or not all were healthy within ``startup_timeout_s``.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # No proxies: nobody speaks HTTP to the policy, and each would cost a process.
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False))
     sticky = config.num_replicas > 1
@@ -286,12 +291,14 @@ def _wait_until_running(app_name: str, timeout_s: float) -> None:
             return
         if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             reasons = [deployment.message for deployment in application.deployments.values()]
-            raise PolicyStartError(f"the policy did not start: {_last_line(' '.join(reasons) or application.message)}")
+            raise PolicyStartError(f"the policy did not start: {_reason(' '.join(reasons) or application.message)}")
         if time.monotonic() > deadline:
             raise PolicyStartError(f"the policy was not healthy within policy.startup_timeout_s {timeout_s:g} s")
         time.sleep(STATUS_POLL_S)
 
 
-def _last_line(message: str) -> str:
-    lines = [line for line in message.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no reason given"
+def _reason(message: str) -> str:
+    """The engine's own words in the traceback that Serve reports, else the traceback's last line."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
+    reason = next((line for line in reversed(lines) if "EngineDead: " in line), lines[-1])
+    return f"{reason.rpartition('EngineDead: ')[2]} (more in its worker's log, usually in /tmp/ray/session_latest/logs)"

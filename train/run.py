@@ -85,6 +85,7 @@ def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
         System(config, inputs, steps) as system,
     ):
         system.start(progress.update)
+        system.start_learner()
         before = evaluate(system, tracker, progress, 0) if config.trainer.eval_before_train else []
         train(system, tracker, progress, deadline=started + config.run_timeout)
         after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []
@@ -103,8 +104,8 @@ def evaluate(system: System, tracker: Tracker, progress: ProgressDisplay, step: 
 
 
 def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline: float) -> None:
-    """Start rollouts and learner and follow them until the last step."""
-    system.start_training()
+    """Start the rollouts and follow them and the learner until the last step."""
+    system.start_rollouts()
     while not system.learner_done():
         if time.monotonic() > deadline:
             raise RunFailed("run_timeout passed")

@@ -249,13 +249,16 @@ class System:
 
     # -- train
 
-    def start_training(self) -> None:
-        """Start the learner's ranks and the rollouts that feed them."""
+    def start_learner(self) -> None:
+        """Start the learner's ranks. They come up while other things go on, and wait for their first batch."""
         publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
         settings = learner_settings(self._config, self._model_path, self._steps)
         self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
         self._learner.start()
         self._cleanup.callback(self._end_rollouts, "the run is ending")
+
+    def start_rollouts(self) -> None:
+        """Let the Conductor turn tickets into groups, until :meth:`end_training`."""
         _get(self._conductor.start_rollouts.remote(), CALL_TIMEOUT_S, "conductor")
 
     def learner_done(self) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -192,6 +193,16 @@ def versions_or_none(client):
         return None
 
 
+def test_whoever_sees_a_new_version_first_the_others_find_it_loaded(client, store, model):
+    """A health check that catches up while an update is announced must not pull the file from under it."""
+    for seed in (11, 12, 13):
+        version = publish(store, perturbed_weights(model, seed=seed))
+        with ThreadPoolExecutor(4) as threads:
+            announced = [threads.submit(client.update, version, 60) for _ in range(4)]
+            assert all(result["error"] is None for call in announced for result in call.result())
+        assert set(client.versions()) == {version}
+
+
 def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
     """The weight store dies with its driver."""
     ray.kill(store)
@@ -201,6 +212,6 @@ def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
 
 def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(PolicyStartError, match="did not start.*"):
+    with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):
         deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
     assert not folders() and os.getpid() not in {p.ppid() for p in engines()}
