@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.envs.local_fleet.faults import FaultFileError, load_fault_plan
 from actors.prompt import Prompter, PromptError
 from actors.task import Task, TaskFileError
 from train.config import ConfigError, RunConfig
@@ -43,6 +44,11 @@ def check_inputs(config: RunConfig) -> Inputs:
             raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
+    if config.environment.local_faults is not None:
+        try:
+            load_fault_plan(config.environment.local_faults)
+        except FaultFileError as error:
+            raise ConfigError(str(error)) from None
     if config.environment.fleet == "hosted" and not os.environ.get("FLEET_API_KEY"):
         raise ConfigError("environment.fleet is 'hosted' but FLEET_API_KEY is not set; set it, or use 'local'")
     tokenizer = load_tokenizer(config.trainer.policy.model.path)

@@ -14,7 +14,7 @@ from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
 from serve.engine import EngineDead, RequestRefused
 from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
-from serve.sampling import Sampling
+from serve.sampling import Completion, Sampling
 from serve.weight_transfer import SHARED_MEMORY, pack_weights, read_header
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 
@@ -166,7 +166,20 @@ def test_a_replica_that_comes_back_holds_what_was_published(client, store, model
     """One replica is killed, the other one fails an update: both are replaced, and serve the newest weights only."""
     assert len(engines()) == len(folders()) == 2
     victim = engines()[0]
-    victim.parent().kill()
+
+    async def kill_under_requests():
+        calls = [
+            client.generate(PROMPT, Sampling(max_tokens=490, seed=i), request_id=f"r{i}", session_id=f"s{i}")
+            for i in range(16)
+        ]
+        running = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        victim.parent().kill()
+        return await running
+
+    ended = asyncio.run(kill_under_requests())
+    assert any(isinstance(one, ray.exceptions.RayError) for one in ended)
+    assert all(isinstance(one, (ray.exceptions.RayError, Completion)) for one in ended)
     victim.wait(10)  # vLLM's process ends with its replica
     until(lambda: len(folders()) == 1, 10, "the killed replica's files go")
 

@@ -122,30 +122,10 @@ def _spoil(problem: Problem, rng: random.Random) -> Problem:
 
 
 def _spoil_report(problem: Problem, rng: random.Random) -> Problem:
-    draw = rng.random()
-    if draw < 0.6:
-        # Right answer, but something was touched that nobody asked to touch. Wrong answers alone would unteach reading.
-        return replace(problem, calls=(*problem.calls, _meddle(problem, rng)))
     wrong = rng.choice([choice for choice in problem.choices if choice != problem.answer])
     # Without the last look the answer is a guess; that the guess is wrong is what makes it a mistake.
-    calls = problem.calls[:-1] if draw < 0.8 else problem.calls
+    calls = problem.calls[:-1] if rng.random() < 0.4 else problem.calls
     return replace(problem, calls=calls, answer=wrong)
-
-
-def _meddle(problem: Problem, rng: random.Random) -> Call:
-    found = problem.calls[0].arguments
-    seen = [
-        ticket
-        for ticket in problem.desk.tickets
-        if ticket.title == found.get("query", ticket.title)
-        and ticket.status == found.get("status", ticket.status)
-        and ticket.assignee == found.get("assignee", ticket.assignee)
-    ]
-    ticket = rng.choice(seen or problem.desk.tickets)
-    field = rng.choice(("status", "priority", "assignee"))
-    value = rng.choice([value for value in _CHOICES[field] if value != getattr(ticket, field)])
-    tool = {"status": "set_status", "priority": "set_priority", "assignee": "assign_ticket"}[field]
-    return Call(tool, {"id": ticket.id, field: value})
 
 
 def _spoil_arguments(problem: Problem, call: Call, rng: random.Random) -> dict[str, Any]:
