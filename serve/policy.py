@@ -60,13 +60,17 @@ class Policy:
         self._store = weight_store
         self._catching_up = asyncio.Lock()
         self._report: UpdateReport | None = None
-        self._folder = SharedFolder(app_name)
         self._replica = serve.get_replica_context().replica_id.unique_id
-        version, ref = await weight_store.latest.remote() if weight_store is not None else (0, None)
+        version, ref = await self._published()
+        self._folder = SharedFolder(app_name)
         at_model_path = version if ref is None else 0
         self._engine: Engine = await Engine.start(config, model_path, self._folder, at_model_path)
         engine_s = time.monotonic() - began
-        await self._catch_up()
+        try:
+            await self._catch_up()
+        except BaseException:
+            await self._engine.shutdown()
+            raise
         logger.info("replica %s serves version %d, engine up in %.1f s", self._replica, self._engine.version, engine_s)
 
     async def generate(
@@ -101,11 +105,19 @@ class Policy:
         removes the file that the other would read.
         """
         async with self._catching_up:
-            while self._store is not None:
-                version, ref = await self._store.latest.remote()
-                if version <= self._engine.version:
-                    break
-                self._report = await self._load(version, ref)
+            while (published := await self._published())[0] > self._engine.version:
+                self._report = await self._load(*published)
+
+    async def _published(self) -> tuple[int, ray.ObjectRef | None]:
+        """Newest version and its snapshot. Without a weight store, and so without its run, the policy ends."""
+        if self._store is None:
+            return 0, None
+        try:
+            return await self._store.latest.remote()
+        except ActorDiedError:
+            logger.error("the weight store is gone, so is the run of %s: the policy ends", self._app_name)
+            await asyncio.to_thread(serve.delete, self._app_name, _blocking=False)
+            raise
 
     async def _load(self, version: int, ref: ray.ObjectRef) -> UpdateReport:
         began = time.monotonic()
@@ -137,11 +149,7 @@ class Policy:
         them.
         """
         await self._engine.check()
-        try:
-            await self._catch_up()
-        except ActorDiedError:
-            logger.error("the weight store is gone, so is the run of %s: the policy ends", self._app_name)
-            await asyncio.to_thread(serve.delete, self._app_name, _blocking=False)
+        await self._catch_up()
 
     async def __del__(self) -> None:
         await self._engine.shutdown()

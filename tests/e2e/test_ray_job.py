@@ -35,6 +35,7 @@ def cluster(tmp_path_factory):
     """Address of the dashboard of a one-node cluster; a run's actors must fit into its four logical CPUs."""
     port, dashboard, metrics, client, agent = free_ports(5)
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # as in an activated environment: jobs run `python`
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "60",  # Ray's own 3 s are too short for an orderly end
@@ -98,6 +99,13 @@ def job(cluster, *words: str, timeout_s: float = JOB_TIMEOUT_S) -> subprocess.Co
     )
 
 
+def alive(cluster, name: str) -> bool:
+    """True; a job that failed ends the test with what it said."""
+    if "FAILED" in job(cluster, "status", name).stdout:
+        raise AssertionError(job(cluster, "logs", name).stdout[-3000:])
+    return True
+
+
 def command(out: Path, name: str, **keys: str) -> list[str]:
     arguments = [word for key, value in (SMALL | keys).items() for word in (f"--{key}", str(value))]
     return ["python", "-m", "train.run", "configs/demo.yaml", "--name", name, "--output_dir", str(out), *arguments]
@@ -108,7 +116,8 @@ def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, 
     words = ["submit", "--no-wait", "--submission-id", "watched", "--working-dir", ".", "--"]
     submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "4"}))
     assert submitted.returncode == 0, submitted.stderr
-    exported = wait_for(lambda: first_step(cluster["metrics"]), JOB_TIMEOUT_S, "the first step on the metrics endpoint")
+    what = "the first step on the metrics endpoint"
+    exported = wait_for(lambda: alive(cluster, "watched") and first_step(cluster["metrics"]), JOB_TIMEOUT_S, what)
     assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
     actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
     names = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
@@ -130,7 +139,8 @@ def test_the_exit_code_follows_the_run(cluster, tmp_path):
 def test_stopping_a_job_ends_it_cleanly(cluster, tmp_path):
     words = ["submit", "--no-wait", "--submission-id", "stopped", "--working-dir", ".", "--"]
     assert job(cluster, *words, *command(tmp_path, "stopped", **{"trainer.max_steps": "500"})).returncode == 0
-    wait_for(lambda: "training" in job(cluster, "logs", "stopped").stdout, JOB_TIMEOUT_S, "the training")
+    training = lambda: alive(cluster, "stopped") and "training" in job(cluster, "logs", "stopped").stdout  # noqa: E731
+    wait_for(training, JOB_TIMEOUT_S, "the training")
     job(cluster, "stop", "stopped")
     wait_for(lambda: "STOPPED" in job(cluster, "status", "stopped").stdout, 90, "the end of the job")
     assert "fleet-rl: stopped" in job(cluster, "logs", "stopped").stdout
