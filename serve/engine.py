@@ -56,6 +56,7 @@ BACKEND = "fleet-rl-shm"
 CPU_PREFILL_TOKENS = 2048  # of one engine step
 CPU_BLOCK_TOKENS = 32  # of the cache of keys and values; the least its kernels take
 HEALTH_POLL_S = 1.0
+GIVE_UP_S = 60.0  # for vLLM to notice that the process it is starting was killed
 GRACE_S = 5.0  # for vLLM to let go of a process that was killed
 # vLLM 0.26 raises plain ValueError where 0.29 has a class for it.
 REFUSALS = (VLLMValidationError, ValueError)
@@ -155,15 +156,14 @@ class Engine:
         os.environ.update(config.environment(), VLLM_RPC_BASE_PATH=str(folder.path))
         # In a thread: vLLM waits for its process without a deadline of its own, and without yielding.
         others = set(multiprocessing.active_children())
-        building = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, _engine_args(config, model_path)))
+        building = asyncio.create_task(asyncio.to_thread(_build, config, model_path))
         try:
             async with asyncio.timeout(config.startup_timeout_s) as deadline:
                 engine = cls(await asyncio.shield(building), config, folder, version)
                 await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
                 await engine._generate_one_token()
         except BaseException as error:
-            _kill(set(multiprocessing.active_children()) - others)
-            await asyncio.wait({building}, timeout=GRACE_S)
+            await _give_up(building, others)
             folder.close()
             if deadline.expired():
                 raise EngineDead(f"the engine did not start within {config.startup_timeout_s:g} s") from None
@@ -378,6 +378,10 @@ class Engine:
         self._folder.close()
 
 
+def _build(config: PolicyConfig, model_path: str | Path) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(_engine_args(config, model_path))
+
+
 def _engine_args(config: PolicyConfig, model_path: str | Path) -> AsyncEngineArgs:
     on_cpu = current_platform.is_cpu()
     options: dict[str, Any] = {}
@@ -432,6 +436,16 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         )
     except REFUSALS as error:
         raise RequestRefused(f"sampling: {error}") from None
+
+
+async def _give_up(building: asyncio.Task, others: set[Any]) -> None:
+    """vLLM's start cannot be cancelled: kill each process it starts, until it fails for want of one."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while True:
+        _kill(set(multiprocessing.active_children()) - others)
+        if building.done() or time.monotonic() > deadline:
+            return
+        await asyncio.wait({building}, timeout=0.2)
 
 
 def _kill(processes: Iterable[Any]) -> None:

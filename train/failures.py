@@ -1,7 +1,42 @@
-"""How a run ends when it cannot go on. In a file of its own, so that the entry point need not load Ray to name it."""
+"""How a run ends early. In a file of its own, so that the entry point need not load Ray to name it."""
 
 from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RunFailed(RuntimeError):
     """A run that cannot go on; the message is the reason, in one line."""
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT: end in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals raise :class:`Stopped` in the main thread, for as long as the context lasts."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    catch_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def catch_signals() -> None:
+    """Have signals raise :class:`Stopped`. To be called again after ``ray.init``, which installs a handler of its own."""
+    for number in SIGNALS:
+        signal.signal(number, _stop)
+
+
+def _stop(signum: int, frame: object) -> None:
+    # One signal is enough: a second one would interrupt the clean-up that the first one asked for.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise Stopped(signal.Signals(signum).name)

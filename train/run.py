@@ -5,14 +5,13 @@ Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong (nothing was 
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import ConfigError, RunConfig, load_config, print_help
-from train.failures import RunFailed
+from train.failures import RunFailed, Stopped, stoppable
 
 if TYPE_CHECKING:
     from train.evaluate import EvalResult
@@ -25,10 +24,6 @@ POLL_S = 0.5
 USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"
 
 
-class Stopped(BaseException):
-    """SIGTERM or SIGINT: end in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -37,9 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
             print_help()
         return 0 if arguments else 2
     started = time.monotonic()
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return run(load_config(Path(arguments[0]), arguments[1:]), started)
+        with stoppable():
+            return run(load_config(Path(arguments[0]), arguments[1:]), started)
     except ConfigError as error:
         print(f"fleet-rl: {error}", file=sys.stderr)
         return 2
@@ -49,9 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped:
         print("fleet-rl: stopped", file=sys.stderr)
         return 130
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run(config: RunConfig, started: float) -> int:
@@ -126,13 +118,6 @@ def total_steps(config: RunConfig, n_tasks: int) -> int:
     """Optimiser steps of the run: the epochs', or ``max_steps`` if that is less."""
     by_epochs = max(1, config.trainer.epochs * n_tasks // config.trainer.train_batch_size)
     return min(by_epochs, config.trainer.max_steps or by_epochs)
-
-
-def _stop(signum: int, frame: object) -> None:
-    # One signal is enough: a second one would interrupt the clean-up that the first one asked for.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise Stopped(signal.Signals(signum).name)
 
 
 if __name__ == "__main__":

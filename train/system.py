@@ -29,7 +29,7 @@ from serve.sampling import Sampling
 from train.config import RunConfig
 from train.data.sampler import TaskSampler
 from train.evaluate import EvalResult, dump_eval, evaluate_groups
-from train.failures import RunFailed
+from train.failures import RunFailed, catch_signals
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
 from train.memory import PeakMemory
@@ -122,6 +122,7 @@ class System:
             ray.init(**settings)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunFailed(f"Ray: {str(error).splitlines()[0]}") from None
+        catch_signals()
         self._cleanup.callback(ray.shutdown)
 
     def _start_data_plane(self) -> None:

@@ -170,6 +170,13 @@ async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path)
         await Engine.start(CONFIG, tmp_path)
 
 
+async def test_a_start_that_takes_too_long_leaves_no_process(model):
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineDead, match="did not start within 0.5 s"):
+        await Engine.start(CONFIG.model_copy(update={"startup_timeout_s": 0.5}), model)
+    assert not [child for child in set(psutil.Process().children(recursive=True)) - before if "Engine" in child.name()]
+
+
 async def test_another_vllm_is_named_with_the_ones_that_fit():
     with pytest.raises(ImportError, match=r"0\.30\.1 is not supported: install 0\.26 or later, before 0\.30"):
         _check_vllm_version("0.30.1")

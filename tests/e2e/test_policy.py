@@ -28,7 +28,7 @@ RESTART_S = 120
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
     yield
     ray.shutdown()
 
@@ -223,7 +223,8 @@ def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
     client.shutdown()
 
 
-def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path):
+def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.policy.CONSTRUCTOR_TRIES", 1)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):
         deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")

@@ -101,9 +101,13 @@ def job(cluster, *words: str, timeout_s: float = JOB_TIMEOUT_S) -> subprocess.Co
 
 def alive(cluster, name: str) -> bool:
     """True; a job that failed ends the test with what it said."""
-    if "FAILED" in job(cluster, "status", name).stdout:
+    if status(cluster, name) == "FAILED":
         raise AssertionError(job(cluster, "logs", name).stdout[-3000:])
     return True
+
+
+def status(cluster, name: str) -> str:
+    return json.loads(get(f"{cluster['address']}/api/jobs/{name}"))["status"]
 
 
 def command(out: Path, name: str, **keys: str) -> list[str]:
@@ -114,18 +118,20 @@ def command(out: Path, name: str, **keys: str) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, tmp_path):
     words = ["submit", "--no-wait", "--submission-id", "watched", "--working-dir", ".", "--"]
-    submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "4"}))
+    submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "12"}))
     assert submitted.returncode == 0, submitted.stderr
-    what = "the first step on the metrics endpoint"
-    exported = wait_for(lambda: alive(cluster, "watched") and first_step(cluster["metrics"]), JOB_TIMEOUT_S, what)
-    assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
+    training = lambda: alive(cluster, "watched") and "training" in job(cluster, "logs", "watched").stdout  # noqa: E731
+    wait_for(training, JOB_TIMEOUT_S, "the training")
     actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
     names = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
     assert {"replay_buffer", "weight_store", "env_pool", "conductor", "rollout_worker_0"} <= names
     serve = json.loads(get(f"{cluster['address']}/api/serve/applications/"))
     assert serve["applications"]["fleet-rl-watched"]["status"] == "RUNNING"
-    wait_for(lambda: "SUCCEEDED" in job(cluster, "status", "watched").stdout, JOB_TIMEOUT_S, "the end of the job")
-    assert json.loads((tmp_path / "watched" / "summary.json").read_text())["steps"] == 4
+    what = "the first step on the metrics endpoint"
+    exported = wait_for(lambda: alive(cluster, "watched") and first_step(cluster["metrics"]), JOB_TIMEOUT_S, what)
+    assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
+    wait_for(lambda: alive(cluster, "watched") and status(cluster, "watched") == "SUCCEEDED", JOB_TIMEOUT_S, "the end")
+    assert json.loads((tmp_path / "watched" / "summary.json").read_text())["steps"] == 12
 
 
 @pytest.mark.timeout(120)
@@ -142,7 +148,7 @@ def test_stopping_a_job_ends_it_cleanly(cluster, tmp_path):
     training = lambda: alive(cluster, "stopped") and "training" in job(cluster, "logs", "stopped").stdout  # noqa: E731
     wait_for(training, JOB_TIMEOUT_S, "the training")
     job(cluster, "stop", "stopped")
-    wait_for(lambda: "STOPPED" in job(cluster, "status", "stopped").stdout, 90, "the end of the job")
+    wait_for(lambda: status(cluster, "stopped") == "STOPPED", 90, "the end of the job")
     assert "fleet-rl: stopped" in job(cluster, "logs", "stopped").stdout
     applications = json.loads(get(f"{cluster['address']}/api/serve/applications/"))["applications"]
     assert "fleet-rl-stopped" not in applications
