@@ -30,7 +30,7 @@ def stoppable() -> Iterator[None]:
 
 
 def catch_signals() -> None:
-    """Have signals raise :class:`Stopped`. To be called again after ``ray.init``, which installs a handler of its own."""
+    """Have signals raise :class:`Stopped`. Call it again after ``ray.init``, which installs a handler of its own."""
     for number in SIGNALS:
         signal.signal(number, _stop)
 

@@ -94,7 +94,10 @@ class System:
             return
         try:
             fleet = LocalFleetProcess(
-                host=_node_address(), faults=environment.local_faults, log_path=self._run_dir / "local_fleet.log"
+                host=_node_address(),
+                faults=environment.local_faults,
+                log_path=self._run_dir / "local_fleet.log",
+                ignore_sigterm=True,
             )
             self._cleanup.enter_context(fleet)
         except LocalFleetError as error:

@@ -39,6 +39,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--verifier-timeout", type=float, default=10.0, metavar="S", help="limit of one run (default: %(default)s)"
     )
     parser.add_argument("--parent-pid", type=int, metavar="PID", help="end when this process has died")
+    parser.add_argument("--ignore-sigterm", action="store_true", help="only the owner ends it (see the two above)")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when standard input ends")
     options = parser.parse_args(arguments)
     if not 0 <= options.port <= 65535:
@@ -93,6 +94,10 @@ def _poll_parent(pid: int, loop: asyncio.AbstractEventLoop, stop: Any) -> None:
     loop.call_soon_threadsafe(stop)
 
 
+def _ignore() -> None:
+    """Ray ends a job by a SIGTERM to the driver and all its children; the driver still has to end its leases."""
+
+
 def _watch_stdin(stop: Any) -> None:
     loop = asyncio.get_running_loop()
 
@@ -143,7 +148,7 @@ async def serve(options: argparse.Namespace, listener: socket.socket) -> None:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, _ignore if options.ignore_sigterm and number == signal.SIGTERM else stop)
     if options.parent_pid is not None:
         _watch_parent(options.parent_pid, stop)
     if options.until_stdin_closes:

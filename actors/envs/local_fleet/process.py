@@ -37,13 +37,20 @@ class LocalFleetProcess:
         arguments: Sequence[str] = (),
         log_path: str | Path | None = None,
         start_timeout_s: float = 30.0,
+        ignore_sigterm: bool = False,
     ) -> None:
-        """``log_path``: where the server's stderr goes. Without it, it serves only the message of a failed start."""
+        """``log_path``: where the server's stderr goes. Without it, it serves only the message of a failed start.
+
+        ``ignore_sigterm``: only this process, or its death, ends the server. For an owner that is itself ended by a
+        SIGTERM to all its children, and has instances to delete first.
+        """
         self._arguments = ["--host", host, "--port", str(port), *arguments]
         if faults is not None:
             self._arguments += ["--faults", str(faults)]
         if instance_limit is not None:
             self._arguments += ["--instance-limit", str(instance_limit)]
+        if ignore_sigterm:
+            self._arguments += ["--ignore-sigterm"]
         self._log_path = log_path
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,8 +69,8 @@ class LocalFleetProcess:
         path = os.pathsep.join(filter(None, (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                [*command, "--until-stdin-closes"],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 env={**os.environ, "PYTHONPATH": path},
@@ -81,7 +88,7 @@ class LocalFleetProcess:
         process, self._process = self._process, None
         code = None
         if process is not None:
-            process.terminate()
+            process.stdin.close()
             try:
                 code = process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

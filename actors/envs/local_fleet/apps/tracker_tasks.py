@@ -384,9 +384,7 @@ def problems(split: str, count: int, seed: int) -> list[tuple[str, Problem]]:
     while len(found) < count:
         problem = draw_problem(rng, DATA_KEYS[split])
         found.setdefault((problem.prompt, problem.data_version), problem)
-    return [
-        (f"tracker_{split}_{index:04d}_{problem.kind}", problem) for index, problem in enumerate(found.values())
-    ]
+    return [(f"tracker_{split}_{index:04d}_{problem.kind}", problem) for index, problem in enumerate(found.values())]
 
 
 def write_tasks(path: Path, split: str, count: int, seed: int) -> None:
