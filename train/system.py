@@ -114,6 +114,8 @@ class System:
             needed += config.generator.num_workers * config.generator.worker_num_cpus
             needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
             settings |= {
+                # Else a cluster that somebody started on this machine, or that died here, would be joined.
+                "address": "local",
                 "num_cpus": max(os.cpu_count() or 1, int(needed) + 1),
                 "include_dashboard": False,
                 # Only this machine may reach it, so Ray need not keep a token file in the home folder.
