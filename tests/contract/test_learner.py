@@ -43,7 +43,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
     torch.set_num_threads(1)
     yield
     ray.shutdown()

@@ -39,7 +39,7 @@ def local_fleet():
 
 @pytest.fixture(scope="module")
 def actor(local_fleet, tmp_path_factory):
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
     try:
         table = tmp_path_factory.mktemp("run") / "leases.json"
         handle = create_env_pool(PoolSettings("actor", "n", table_path=table, tick_s=0.05), KEY, local_fleet.url)
