@@ -3,8 +3,8 @@
     python -m benchmarks.rollout [--groups 64] [--config configs/demo.yaml]
 
 First the pipeline: groups of the demo's training tasks through RolloutWorker, Serve, engine, EnvPool, SDK and local
-Fleet, no learner. Then the same engine alone, in this process, on the very prompts the pipeline sent, told to sample as
-many tokens for each as the pipeline did, with as many requests at once. Prints one JSON line last:
+Fleet, no learner. Then the same engine alone, offline, on the very prompts the pipeline sent, told to sample as many
+tokens for each as the pipeline did, with as many requests at once. Prints one JSON line last:
 ``{"raw_tok_s", "pipeline_tok_s", "ratio", ...}``, tokens being sampled ones.
 """
 

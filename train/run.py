@@ -5,6 +5,7 @@ Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong (nothing was 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -65,6 +66,10 @@ def run(config: RunConfig, started: float) -> int:
 
 
 def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
+    if not os.environ.get("RAY_ADDRESS"):
+        # A Ray that the run starts itself is reached by this machine only: no token, no file of one in the home folder.
+        # Ray reads this when it is imported, and a shell set up for a cluster may say otherwise.
+        os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     from train.progress import ProgressDisplay
     from train.report import write_report
     from train.system import System

@@ -24,7 +24,7 @@ from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.task import Task
 from actors.trajectory import Group
 from actors.weight_store import WeightStore
-from serve.policy import deploy_policy
+from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.sampling import Sampling
 from train.config import RunConfig
 from train.data.sampler import TaskSampler
@@ -118,11 +118,10 @@ class System:
                 "address": "local",
                 "num_cpus": max(os.cpu_count() or 1, int(needed) + 1),
                 "include_dashboard": False,
-                # Only this machine may reach it, so Ray need not keep a token file in the home folder.
+                # Only this machine may reach it; train/run.py says what follows from that.
                 "_node_ip_address": LOOPBACK,
                 "object_store_memory": config.object_store_bytes,
             }
-            os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         try:
             ray.init(**settings)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -165,7 +164,11 @@ class System:
 
     def _start_policy(self) -> None:
         config = self._config
-        self._policy = deploy_policy(config.policy, self._model_path, self._store, app_name=f"fleet-rl-{config.name}")
+        name = f"fleet-rl-{config.name}"
+        try:
+            self._policy = deploy_policy(config.policy, self._model_path, self._store, app_name=name)
+        except PolicyStartError as error:
+            raise RunFailed(str(error)) from None
         self._cleanup.callback(self._policy.shutdown)
 
     def _start_workers(self) -> None:
@@ -220,8 +223,7 @@ class System:
                 self._first_rollout_s = time.monotonic() - self._started
             name = f"eval-{step}-{label}"
             groups = self._run_groups(name, self._inputs.eval_tasks, n, self._sampling(temperature))
-            version = self._policy.versions()
-            result = evaluate_groups(label, step, max(version), groups)
+            result = evaluate_groups(label, step, self._policy_version(), groups)
             if label == "sampled":
                 result = replace(result, metrics=eval_group_metrics(groups, n))
             folder = self._run_dir / "evals" / f"global_step_{step}" / label
@@ -235,6 +237,12 @@ class System:
         tasks = [next(self._sampler) for _ in range(count)]
         n, temperature = self._config.generator.n_samples_per_prompt, self._config.generator.sampling_params.temperature
         return self._run_groups(label, tasks, n, self._sampling(temperature))
+
+    def _policy_version(self) -> int:
+        try:
+            return max(self._policy.versions())
+        except (PolicyUpdateError, ValueError):
+            raise RunFailed("policy: no replica answers") from None
 
     def _run_groups(self, label: str, tasks: list[Task], n: int, sampling: Sampling) -> list[Group]:
         timeout_s = deadline_of_group(self._config)

@@ -1,6 +1,7 @@
 """Whole runs on real parts: local Fleet over HTTP, SDK, vLLM behind Serve, DeepSpeed under Ray Train."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -18,7 +19,8 @@ def finished(tmp_path_factory):
     """One asynchronous run with two learner ranks, and its last line."""
     out = tmp_path_factory.mktemp("runs")
     keys = {"buffer.max_staleness": STALENESS, "trainer.max_steps": 5, "trainer.learner.num_workers": 2}
-    run = start("configs/demo.yaml", "asynchronous", out, keys=keys)
+    # A shell that is set up for a cluster must not matter to a run on this machine.
+    run = start("configs/demo.yaml", "asynchronous", out, keys=keys, environment={"RAY_AUTH_MODE": "token"})
     text = run.output()
     assert run.process.returncode == 0, text
     return run, json.loads(text.strip().splitlines()[-1])
@@ -161,4 +163,14 @@ def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
     text = run.output(timeout_s=90)
     assert run.process.returncode == 130, text
     assert text.strip().splitlines()[-1] == "fleet-rl: stopped" and "Traceback" not in text
+    assert run.leftovers() == []
+
+
+def test_a_policy_that_cannot_start_ends_the_run_in_one_line_and_leaves_nothing(tmp_path):
+    model = shutil.copytree("configs/models/tiny-tracker", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"cut off")
+    run = start("configs/demo.yaml", "broken", tmp_path, keys={"trainer.policy.model.path": model})
+    text = run.output()
+    assert run.process.returncode == 1 and "Traceback" not in text, text
+    assert "fleet-rl: the run failed: the policy did not start" in text
     assert run.leftovers() == []

@@ -74,3 +74,11 @@ def test_it_holds_no_secret():
     assert not re.search(r"(AKIA|ASIA)[0-9A-Z]{16}|sk-[A-Za-z0-9]{8,}|BEGIN [A-Z ]*PRIVATE KEY|ami-[0-9a-f]{8,}", text)
     values = yaml.safe_load(text)["file_mounts"].values()
     assert all(path.startswith("~/") or path == "requirements" for path in values)
+
+
+@pytest.mark.parametrize("which", ["head_start_ray_commands", "worker_start_ray_commands"])
+def test_a_stopped_job_has_time_to_delete_its_instances(cluster, which):
+    """Ray's default of 3 s kills the driver in the middle of its clean-up."""
+    started = next(command for command in cluster[which] if "ray start" in command)
+    before_ray, _, _ = started.partition("ray start")
+    assert int(re.search(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)", before_ray)[1]) >= 60
