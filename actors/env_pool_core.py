@@ -214,7 +214,6 @@ class EnvPoolCore:
         self._strangers: dict[str, set[Creation]] = {}  # listed instances that are not in the table, see _reconcile
         self._unknown_makes = 0
         self._account_at = self._reconciled_at = 0.0
-        self._dirty = False
         self._closing = False
         self._background: asyncio.Task | None = None
 
@@ -255,7 +254,8 @@ class EnvPoolCore:
             await asyncio.wait(self._tasks, timeout=5.0)
         report = await delete_instances(self._control, self._settings.run_id, timeout_s=timeout_s)
         self._counters["deleted"] += report.deleted
-        self._table.slots = {i: slot for i, slot in self._table.slots.items() if i in report.left}
+        for instance_id in set(self._table.slots).difference(report.left):
+            self._table.drop(instance_id)
         self._save()
         return report
 
@@ -276,14 +276,14 @@ class EnvPoolCore:
         waiter = Waiter(lease_id or uuid.uuid4().hex, spec, spec.key, owner, self._clock())
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._grants[waiter] = granted
-        self._table.queue.append(waiter)
+        self._table.enqueue(waiter)
         self._pump()
         lease: Lease | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 lease = await granted
         except TimeoutError:
-            if waiter in self._table.queue:
+            if self._table.waiting(waiter.lease_id) is not None:
                 why = self._table.why_waiting(waiter, self._clock())
                 raise NoInstance(f"no instance of {spec.env_key} within {timeout_s:.0f} s: {why}") from None
             lease = granted.result()  # granted in the very moment the time was up
@@ -328,7 +328,6 @@ class EnvPoolCore:
     def _pump(self) -> None:
         """Carry out what the table decides until it decides nothing more."""
         while not self._closing and (step := self._table.next_step(self._clock())) is not None:
-            self._dirty = True
             if isinstance(step, Grant):
                 self._grant(step)
             elif isinstance(step, Create):
@@ -349,7 +348,7 @@ class EnvPoolCore:
             granted.set_result(lease)
 
     def _refuse(self, waiter: Waiter, why: str) -> None:
-        self._table.queue.remove(waiter)
+        self._table.withdraw(waiter)
         granted = self._grants.pop(waiter)
         if not granted.done():
             granted.set_exception(NoInstance(f"no instance of {waiter.spec.env_key}: {why}"))
@@ -357,7 +356,7 @@ class EnvPoolCore:
     def _leave(self, waiter: Waiter, received: bool) -> None:
         """After an acquire that ended in any way: it waits no more, and a lease that nobody received comes back."""
         if self._grants.pop(waiter, None) is not None:
-            self._table.queue.remove(waiter)
+            self._table.withdraw(waiter)
         slot = None if received else self._table.leased(waiter.lease_id)
         if slot is not None:
             self._take_back(slot, reusable=True)  # nobody has touched it
@@ -368,11 +367,9 @@ class EnvPoolCore:
             self._delete_later(slot)
             return
         self._table.set_state(slot, SlotState.IDLE, self._clock())
-        self._dirty = True
 
     def _delete_later(self, slot: Slot) -> None:
         self._table.set_state(slot, SlotState.DELETING, self._clock())
-        self._dirty = True
         self._spawn(self._delete(slot), "delete")
 
     async def _delete(self, slot: Slot) -> None:
@@ -390,10 +387,9 @@ class EnvPoolCore:
             wait = min(2 * wait, 30.0)
 
     def _forget(self, slot: Slot, count_as: str) -> None:
-        if self._table.slots.pop(slot.instance_id, None) is None:
+        if not self._table.drop(slot.instance_id):
             return
         self._counters[count_as] += 1
-        self._dirty = True
         self._pump()
 
     async def _create(self, creation: Creation) -> None:
@@ -412,8 +408,7 @@ class EnvPoolCore:
             self._make_failed(creation, failure)
         finally:
             del self._makes[creation]
-            if creation in self._table.creations:
-                self._table.creations.remove(creation)
+            self._table.end(creation)
         self._pump()
 
     async def _make(self, creation: Creation) -> dict[str, Any]:
@@ -465,7 +460,7 @@ class EnvPoolCore:
                 env_key,
                 settings.breaker_s,
             )
-        if creation.waiter in self._table.queue:
+        if self._table.waiting(creation.waiter.lease_id) is not None:
             self._refuse(creation.waiter, str(failure))
 
     # -- background
@@ -505,7 +500,7 @@ class EnvPoolCore:
         if now - self._reconciled_at >= every:
             self._job("reconcile", self._reconcile)
         self._pump()
-        if self._dirty:
+        if self._table.unsaved:
             self._save()
 
     def _beat_due(self, slot: Slot, now: float) -> bool:
@@ -525,7 +520,7 @@ class EnvPoolCore:
                     if not failure.transient:
                         self._reconciled_at = 0.0  # it may have ended; the list says so for certain
                     return
-            slot.beat_at = now
+            self._table.beaten(slot, now)
             self._counters["heartbeats"] += 1
 
         await asyncio.gather(*(beat(slot) for slot in due))
@@ -580,7 +575,7 @@ class EnvPoolCore:
         for slot in saved:
             if slot.instance_id not in running:
                 continue
-            self._table.slots[slot.instance_id] = slot
+            self._table.add(slot)
             if slot.state is SlotState.DELETING:
                 self._delete_later(slot)
         self._reconciled_at = 0.0  # what runs but was not saved is found by the first look at the list
@@ -613,6 +608,11 @@ class EnvPoolCore:
             self._counters["tick_errors"] += 1
 
     def _save(self) -> None:
-        self._dirty = False
-        if self._settings.table_path is not None:
-            self._table.save(self._settings.table_path, self._settings.run_id, self._clock())
+        if self._settings.table_path is None:
+            return
+        try:
+            self._table.save(self._settings.table_path, self._settings.run_id)
+        except LeaseFileError as error:
+            # A full disk must not stop the lending; the list at the control plane still knows the instances.
+            logger.warning("%s", error)
+            self._counters["save_errors"] += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import json
-import os
-from collections import Counter, deque
+import sqlite3
+from collections import Counter
+from collections.abc import ValuesView
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,9 @@ class LeaseTable:
     :meth:`next_step` decides; the owner carries out each step and reports what came of it. At all times
     ``len(slots) + len(creations) <= capacity`` for every creation it asks for.
 
+    Every change goes through a method, which keeps the indices by which a step is found and the list of slots that are
+    yet to be saved: a pool of thousands of instances decides several times for each episode.
+
     Args:
         max_instances: our own bound, whatever the account allows.
         need_s: an instance is given out only while this many seconds of its TTL are left.
@@ -117,12 +122,19 @@ class LeaseTable:
     def __init__(self, max_instances: int | None, need_s: float) -> None:
         self.max_instances = max_instances
         self.need_s = need_s
-        self.slots: dict[str, Slot] = {}
-        self.queue: deque[Waiter] = deque()
-        self.creations: list[Creation] = []
         self.blocked: dict[str, float] = {}  # environments whose instances cannot be made now: until when
         self.account_limit: int | None = None
         self.others = 0  # instances of the account that are not ours
+        self.slots: dict[str, Slot] = {}  # by instance id; to be read only
+        self.creations: dict[Creation, None] = {}  # a set in order; to be read only
+        self._queue: dict[str, Waiter] = {}  # by lease id, in order
+        self._leases: dict[str, Slot] = {}  # by lease id
+        self._idle: dict[str, dict[str, Slot]] = {}  # by key, then by instance id
+        self._waiting: Counter[str] = Counter()  # by key
+        self._coming: Counter[str] = Counter()  # creations, by key
+        self._states: Counter[SlotState] = Counter()
+        self._lacking: set[str] = set()  # keys for which more wait than are idle or being made
+        self._unsaved: set[str] = set()
 
     # -- quota
 
@@ -156,16 +168,37 @@ class LeaseTable:
 
     # -- the queue
 
+    @property
+    def queue(self) -> ValuesView[Waiter]:
+        """Who waits, the longest first."""
+        return self._queue.values()
+
+    def enqueue(self, waiter: Waiter) -> None:
+        self._queue[waiter.lease_id] = waiter
+        self._waiting[waiter.key] += 1
+        self._weigh(waiter.key)
+
+    def withdraw(self, waiter: Waiter) -> None:
+        """It waits no more."""
+        del self._queue[waiter.lease_id]
+        self._waiting[waiter.key] -= 1
+        self._weigh(waiter.key)
+
+    def waiting(self, lease_id: str) -> Waiter | None:
+        return self._queue.get(lease_id)
+
     def next_step(self, now: float) -> Grant | Create | Evict | None:
         """The next thing to do, or None. Strictly first in, first out: nobody overtakes a waiter that has nothing."""
-        promised = Counter(creation.key for creation in self.creations)
-        freeing = sum(slot.state is SlotState.DELETING for slot in self.slots.values())
-        for waiter in self.queue:
+        if not self._lacking and not self._idle:
+            return None
+        promised: Counter[str] = Counter()
+        freeing = self._states[SlotState.DELETING]
+        for waiter in self._queue.values():
             slot = self._idle_for(waiter.key)
             if slot is not None:
                 return Grant(waiter, slot) if slot.expires_at - now >= self.need_s else Evict(slot)
-            if promised[waiter.key] > 0:
-                promised[waiter.key] -= 1
+            if promised[waiter.key] < self._coming[waiter.key]:
+                promised[waiter.key] += 1
                 continue
             if self.blocked.get(waiter.spec.env_key, 0.0) > now:
                 continue
@@ -179,49 +212,109 @@ class LeaseTable:
         return None
 
     def _idle_for(self, key: str) -> Slot | None:
-        return next((s for s in self.slots.values() if s.state is SlotState.IDLE and s.key == key), None)
+        return next(iter(self._idle.get(key, {}).values()), None)
 
     def _oldest_idle(self) -> Slot | None:
-        idle = [slot for slot in self.slots.values() if slot.state is SlotState.IDLE]
-        return min(idle, key=lambda slot: slot.since, default=None)
+        return min(self.in_state(SlotState.IDLE), key=lambda slot: slot.since, default=None)
+
+    def _weigh(self, key: str) -> None:
+        if self._waiting[key] > self._coming[key] + len(self._idle.get(key, ())):
+            self._lacking.add(key)
+        else:
+            self._lacking.discard(key)
+        for counter in (self._waiting, self._coming):
+            if not counter[key]:
+                del counter[key]
+
+    # -- creations
 
     def begin(self, waiter: Waiter) -> Creation:
         creation = Creation(waiter.spec, waiter.key, waiter)
-        self.creations.append(creation)
+        self.creations[creation] = None
+        self._coming[creation.key] += 1
+        self._weigh(creation.key)
         return creation
+
+    def end(self, creation: Creation) -> None:
+        """A creation failed, or succeeded and its slot is in the table. Repeating it does nothing."""
+        if creation in self.creations:
+            del self.creations[creation]
+            self._coming[creation.key] -= 1
+            self._weigh(creation.key)
 
     def made(self, creation: Creation, instance: dict[str, Any], now: float, expires_at: float) -> Slot:
         """A creation succeeded. The instance is idle until the next step grants it."""
-        self.creations.remove(creation)
+        self.end(creation)
         slot = Slot(instance, creation.key, expires_at, since=now, beat_at=now)
-        self.slots[slot.instance_id] = slot
+        self.add(slot)
         return slot
+
+    # -- slots
+
+    def add(self, slot: Slot) -> None:
+        self.slots[slot.instance_id] = slot
+        self._enter(slot)
+
+    def drop(self, instance_id: str) -> bool:
+        """The instance is no more. False: it is not in the table."""
+        slot = self.slots.pop(instance_id, None)
+        if slot is None:
+            return False
+        self._leave(slot)
+        return True
 
     def grant(self, grant: Grant, now: float, deadline: float) -> None:
         slot, waiter = grant.slot, grant.waiter
-        self.queue.remove(waiter)
+        self.withdraw(waiter)
+        self._leave(slot)
         slot.state, slot.since, slot.deadline = SlotState.LEASED, now, deadline
         slot.lease_id, slot.owner = waiter.lease_id, waiter.owner
         slot.uses += 1
+        self._enter(slot)
 
     def set_state(self, slot: Slot, state: SlotState, now: float) -> None:
+        """End its lease, if it has one, and change its state."""
+        self._leave(slot)
         slot.state, slot.since = state, now
         slot.lease_id, slot.owner, slot.deadline = None, "", 0.0
+        self._enter(slot)
+
+    def beaten(self, slot: Slot, now: float) -> None:
+        slot.beat_at = now
+        self._unsaved.add(slot.instance_id)
 
     def leased(self, lease_id: str) -> Slot | None:
-        return next((slot for slot in self.slots.values() if slot.lease_id == lease_id), None)
-
-    def waiting(self, lease_id: str) -> Waiter | None:
-        return next((waiter for waiter in self.queue if waiter.lease_id == lease_id), None)
+        return self._leases.get(lease_id)
 
     def in_state(self, state: SlotState) -> list[Slot]:
-        return [slot for slot in self.slots.values() if slot.state is state]
+        return [slot for slot in self.slots.values() if slot.state is state] if self._states[state] else []
+
+    def _enter(self, slot: Slot) -> None:
+        self._states[slot.state] += 1
+        self._unsaved.add(slot.instance_id)
+        if slot.lease_id is not None:
+            self._leases[slot.lease_id] = slot
+        if slot.state is SlotState.IDLE:
+            self._idle.setdefault(slot.key, {})[slot.instance_id] = slot
+            self._weigh(slot.key)
+
+    def _leave(self, slot: Slot) -> None:
+        self._states[slot.state] -= 1
+        self._unsaved.add(slot.instance_id)
+        if slot.lease_id is not None:
+            del self._leases[slot.lease_id]
+        if slot.state is SlotState.IDLE:
+            of_key = self._idle[slot.key]
+            del of_key[slot.instance_id]
+            if not of_key:
+                del self._idle[slot.key]
+            self._weigh(slot.key)
 
     # -- words and numbers
 
     def why_waiting(self, waiter: Waiter, now: float) -> str:
         """For the error of a waiter whose time is up: what is full, who holds it, and who stands before it."""
-        ahead = list(self.queue).index(waiter)
+        ahead = list(self._queue).index(waiter.lease_id)
         parts = []
         until = self.blocked.get(waiter.spec.env_key, 0.0)
         if until > now:
@@ -248,7 +341,7 @@ class LeaseTable:
             by_env.setdefault(slot.env_key, Counter())[slot.state.value] += 1
         for creation in self.creations:
             by_env.setdefault(creation.spec.env_key, Counter())["making"] += 1
-        for waiter in self.queue:
+        for waiter in self._queue.values():
             by_env.setdefault(waiter.spec.env_key, Counter())["waiting"] += 1
         total: Counter = sum(by_env.values(), Counter())
         names = ("leased", "idle", "deleting", "making", "waiting")
@@ -260,27 +353,64 @@ class LeaseTable:
 
     # -- on disk
 
-    def save(self, path: Path, run_id: str, now: float) -> None:
-        """Write the table, whole or not at all."""
-        slots = [{**asdict(slot), "state": slot.state.value} for slot in self.slots.values()]
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps({"run_id": run_id, "saved_at": now, "slots": slots}), encoding="utf-8")
-        os.replace(partial, path)
+    @property
+    def unsaved(self) -> bool:
+        return bool(self._unsaved)
+
+    def save(self, path: Path, run_id: str) -> None:
+        """Write what changed since the last save, all of it or nothing.
+
+        Raises:
+            LeaseFileError: nothing was written; the next save tries again.
+        """
+        changed = [(name, _as_row(self.slots[name])) for name in self._unsaved if name in self.slots]
+        gone = [(name,) for name in self._unsaved if name not in self.slots]
+        try:
+            with closing(_open(path)) as file, file:
+                if file.execute("SELECT run_id FROM run").fetchall() != [(run_id,)]:
+                    # Another run's, or nobody's: it is this run's now.
+                    file.execute("DELETE FROM run")
+                    file.execute("DELETE FROM slot")
+                    file.execute("INSERT INTO run VALUES (?)", (run_id,))
+                file.executemany("INSERT OR REPLACE INTO slot VALUES (?, ?)", changed)
+                file.executemany("DELETE FROM slot WHERE instance_id = ?", gone)
+        except sqlite3.Error as error:
+            raise LeaseFileError(f"lease table {path} cannot be written: {error}") from None
+        self._unsaved.clear()
 
 
 def load_slots(path: Path, run_id: str) -> list[Slot]:
     """The slots that an earlier pool of the same run id saved; none if there is no such file."""
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    except (OSError, ValueError) as error:
+    try:
+        with closing(_open(path)) as file:
+            if file.execute("SELECT run_id FROM run").fetchall() != [(run_id,)]:
+                return []
+            rows = [json.loads(row) for (row,) in file.execute("SELECT slot FROM slot")]
+        return [Slot(**{**row, "state": SlotState(row["state"])}) for row in rows]
+    except (sqlite3.Error, ValueError, TypeError) as error:
         # The control plane's own list still says what exists; only the leases' names are lost.
         raise LeaseFileError(f"lease table {path} cannot be read: {error}") from None
-    if saved["run_id"] != run_id:
-        return []
-    return [Slot(**{**slot, "state": SlotState(slot["state"])}) for slot in saved["slots"]]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    file = sqlite3.connect(path, timeout=5.0)
+    try:
+        # Safe against the death of the pool, which is what the file is for; after that of the host the control plane's
+        # list is asked.
+        file.execute("PRAGMA synchronous = OFF")
+        file.execute("CREATE TABLE IF NOT EXISTS run (run_id TEXT)")
+        file.execute("CREATE TABLE IF NOT EXISTS slot (instance_id TEXT PRIMARY KEY, slot TEXT)")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _as_row(slot: Slot) -> str:
+    return json.dumps({**vars(slot), "state": slot.state.value})
 
 
 class LeaseFileError(ValueError):
-    """A lease table on disk that cannot be read."""
+    """A lease table on disk that cannot be read or written."""

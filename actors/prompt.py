@@ -7,6 +7,7 @@ rendered on its own and appended (architecture, "token exact").
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any, Literal
 
 from actors.task import Task
@@ -23,6 +24,7 @@ RESPONSE_FORMAT = (
     "End every turn with exactly one tool call, or with <done>. "
     "When the task is complete, write the final answer first, then <done>."
 )
+OPENINGS_KEPT = 256
 _NAMED_VARIABLES = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
 # A finished exchange that observations are rendered behind. What the template writes before the end of this turn is cut
 # off again, whatever it is: Qwen3's template adds an empty thinking block there or not, depending on what follows.
@@ -80,6 +82,8 @@ class Prompter:
         self.tokenizer = tokenizer
         self.tools_channel: ToolsChannel = tools_channel
         self.template_kwargs = dict(template_kwargs or {})
+        # All episodes of a group begin alike, and an opening takes a millisecond or more to render and encode.
+        self._opening = lru_cache(OPENINGS_KEPT)(self._encode_opening)
         self.observation([])  # a template that cannot carry observations must fail before a run starts
 
     def first(self, task: Task, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
@@ -93,7 +97,11 @@ class Prompter:
     def opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Token ids of the messages before the first turn, generation prompt included."""
         in_template = tools if self.tools_channel == "template" and tools else None
-        return self.encode(self._render(messages, generation=True, tools=in_template))
+        return list(self._opening(json.dumps([messages, in_template])))
+
+    def _encode_opening(self, messages_and_tools: str) -> tuple[int, ...]:
+        messages, tools = json.loads(messages_and_tools)
+        return tuple(self.encode(self._render(messages, generation=True, tools=tools)))
 
     def observation(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of the messages that follow a turn that ended in the end-of-sequence token.

@@ -56,7 +56,7 @@ def run_raw(config: RunConfig, trajectories: list[Trajectory]) -> float:
     from serve.engine import generate_offline
 
     requests = [request for trajectory in trajectories for request in requests_of(trajectory)]
-    samplings = [Sampling(max_tokens=length, seed=number) for number, (_, length) in enumerate(requests)]
+    samplings = [Sampling(max_tokens=length) for _, length in requests]
     prompts = [prompt for prompt, _ in requests]
     seconds, sampled = generate_offline(
         config.policy, config.trainer.policy.model.path, prompts, samplings, ignore_eos=True

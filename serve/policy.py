@@ -31,6 +31,7 @@ CONSTRUCTOR_TRIES = 2
 # Serve's defaults favour user code that blocks: they run it, and each caller's router, on threads of their own. Ours
 # never blocks, and the hops between threads cost more than the request itself.
 REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+CALLER_ENVIRONMENT = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}  # for actors that only await the policy
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.task import Task
 from actors.trajectory import Group
 from actors.weight_store import WeightStore
-from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
+from serve.policy import CALLER_ENVIRONMENT, PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.sampling import Sampling
 from train.config import RunConfig
 from train.data.sampler import TaskSampler
@@ -148,7 +148,7 @@ class System:
             PoolSettings(
                 run_name=config.name,
                 nonce=secrets.token_hex(4),
-                table_path=self._run_dir / "leases.json",
+                table_path=self._run_dir / "leases.db",
                 budget_s=deadlines.budget,
                 margin_s=environment.ttl_margin,
                 heartbeat_s=environment.heartbeat_interval,
@@ -177,7 +177,10 @@ class System:
         per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
         self._workers = [
             RolloutWorker.options(
-                name=f"rollout_worker_{index}", num_cpus=generator.worker_num_cpus, max_concurrency=1000
+                name=f"rollout_worker_{index}",
+                num_cpus=generator.worker_num_cpus,
+                max_concurrency=1000,
+                runtime_env={"env_vars": CALLER_ENVIRONMENT},
             ).remote(
                 WorkerSettings(
                     name=f"rollout_worker_{index}",
@@ -201,7 +204,7 @@ class System:
             ConductorSettings(
                 order=self._sampler,
                 n_samples=generator.n_samples_per_prompt,
-                sampling=self._sampling(generator.sampling_params.temperature),
+                sampling=self._training_sampling(),
                 group_timeout_s=deadline_of_group(config),
             ),
             self._workers,
@@ -235,8 +238,7 @@ class System:
     def roll_out(self, count: int, label: str) -> list[Group]:
         """The next ``count`` training tasks as groups, sampled as for training but handed to the caller."""
         tasks = [next(self._sampler) for _ in range(count)]
-        n, temperature = self._config.generator.n_samples_per_prompt, self._config.generator.sampling_params.temperature
-        return self._run_groups(label, tasks, n, self._sampling(temperature))
+        return self._run_groups(label, tasks, self._config.generator.n_samples_per_prompt, self._training_sampling())
 
     def _policy_version(self) -> int:
         try:
@@ -260,6 +262,11 @@ class System:
             stop=params.stop,
             seed=self._config.seed,
         )
+
+    def _training_sampling(self) -> Sampling:
+        """Seeded only where a run can be repeated: a seed per request costs the engine a tenth of its speed."""
+        sampling = self._sampling(self._config.generator.sampling_params.temperature)
+        return sampling if self._config.buffer.max_staleness == 0 else replace(sampling, seed=None)
 
     # -- train
 

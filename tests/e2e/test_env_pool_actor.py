@@ -41,7 +41,7 @@ def local_fleet():
 def actor(local_fleet, tmp_path_factory):
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
     try:
-        table = tmp_path_factory.mktemp("run") / "leases.json"
+        table = tmp_path_factory.mktemp("run") / "leases.db"
         handle = create_env_pool(PoolSettings("actor", "n", table_path=table, tick_s=0.05), KEY, local_fleet.url)
         ray.get(handle.start.remote(), timeout=60)
         yield handle

@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -152,5 +154,5 @@ def test_stopping_a_job_ends_it_cleanly(cluster, tmp_path):
     assert "fleet-rl: stopped" in job(cluster, "logs", "stopped").stdout
     applications = json.loads(get(f"{cluster['address']}/api/serve/applications/"))["applications"]
     assert "fleet-rl-stopped" not in applications
-    leases = json.loads((tmp_path / "stopped" / "leases.json").read_text())
-    assert leases.get("slots", []) == []
+    with closing(sqlite3.connect(tmp_path / "stopped" / "leases.db")) as leases:
+        assert leases.execute("SELECT count(*) FROM slot").fetchone() == (0,)

@@ -352,7 +352,7 @@ async def test_start_deletes_what_earlier_pools_of_the_same_name_left_and_nothin
 
 
 async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_fleet, tmp_path):
-    shared = settings(run_name="adopt", nonce="same", table_path=tmp_path / "leases.json")
+    shared = settings(run_name="adopt", nonce="same", table_path=tmp_path / "leases.db")
     dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
     await dead.start()
     held, idle = await dead.acquire(SPEC, 5, owner="w"), await dead.acquire(OTHER, 5)
@@ -372,7 +372,7 @@ async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_flee
 
 
 async def test_a_pool_of_another_run_of_the_same_name_deletes_instead(local_fleet, tmp_path):
-    path = tmp_path / "leases.json"
+    path = tmp_path / "leases.db"
     dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), settings(run_name="replaced", nonce="one", table_path=path))
     await dead.start()
     await dead.acquire(SPEC, 5)

@@ -29,14 +29,14 @@ def instance(name, env_key="red"):
 
 def wait(table, name, spec=RED, now=0.0):
     waiter = Waiter(name, spec, spec.key, "owner", now)
-    table.queue.append(waiter)
+    table.enqueue(waiter)
     return waiter
 
 
 def idle(table, name, spec=RED, since=0.0, expires_at=1e9):
     waiter = wait(table, "filler", spec)
     slot = table.made(table.begin(waiter), instance(name, spec.env_key), since, expires_at)
-    table.queue.remove(waiter)
+    table.withdraw(waiter)
     return slot
 
 
@@ -53,7 +53,7 @@ def test_an_idle_instance_of_the_same_spec_is_granted_and_another_is_not():
     slot = idle(table, "i1", BLUE)
     wait(table, "red")
     assert isinstance(table.next_step(0.0), Create)
-    table.queue.clear()
+    table.withdraw(table.waiting("red"))
     waiter = wait(table, "blue", BLUE)
     assert table.next_step(0.0) == Grant(waiter, slot)
 
@@ -73,7 +73,7 @@ def test_at_the_quota_the_longest_idle_instance_makes_room_and_nothing_else_is_m
     assert table.next_step(5.0) == Evict(older)
     table.set_state(older, SlotState.DELETING, 5.0)
     assert table.next_step(5.0) is None
-    del table.slots["i1"]
+    table.drop("i1")
     assert isinstance(table.next_step(5.0), Create)
 
 
@@ -101,7 +101,7 @@ def test_a_blocked_environment_does_not_hold_up_the_others():
     wait(table, "red")
     blue = wait(table, "blue", BLUE)
     assert table.next_step(99.0) == Create(blue)
-    table.queue.remove(blue)
+    table.withdraw(blue)
     assert table.next_step(99.0) is None
     assert isinstance(table.next_step(100.0), Create)
 
@@ -123,7 +123,7 @@ def test_after_a_refusal_no_creation_is_begun_until_something_changes(limit, run
     table.set_state(table.slots["i1"], SlotState.LEASED, 0.0)
     creation = table.begin(wait(table, "w"))
     table.learn_refusal(limit, running)
-    table.creations.remove(creation)
+    table.end(creation)
     assert table.next_step(0.0) is None
     table.learn_account(limit=5, count=1)
     assert isinstance(table.next_step(0.0), Create)
@@ -131,9 +131,9 @@ def test_after_a_refusal_no_creation_is_begun_until_something_changes(limit, run
 
 def test_the_reason_of_a_late_waiter_names_holders_and_quota():
     table = LeaseTable(1, NEED_S)
-    wait(table, "first")
-    slot = table.made(table.begin(table.queue[0]), instance("i1"), 0.0, 1e9)
-    table.grant(Grant(table.queue[0], slot), 0.0, 50.0)
+    first = wait(table, "first")
+    slot = table.made(table.begin(first), instance("i1"), 0.0, 1e9)
+    table.grant(Grant(first, slot), 0.0, 50.0)
     wait(table, "second")
     late = wait(table, "third")
     why = table.why_waiting(late, 30.0)
@@ -141,17 +141,63 @@ def test_the_reason_of_a_late_waiter_names_holders_and_quota():
 
 
 def test_a_saved_table_is_read_back_by_the_same_run_only(tmp_path):
-    path = tmp_path / "leases.json"
+    path = tmp_path / "leases.db"
     table = LeaseTable(None, NEED_S)
     slot = idle(table, "i1")
-    table.save(path, "run:1", 0.0)
+    table.save(path, "run:1")
     assert load_slots(path, "run:1") == [slot]
     assert load_slots(path, "run:2") == []
-    assert load_slots(tmp_path / "absent.json", "run:1") == []
-    assert [p.name for p in tmp_path.iterdir()] == ["leases.json"]
-    path.write_text("{")
-    with pytest.raises(LeaseFileError, match="leases.json"):
+    assert load_slots(tmp_path / "absent.db", "run:1") == []
+    assert [p.name for p in tmp_path.iterdir()] == ["leases.db"]
+    path.write_text("{" * 4096)
+    with pytest.raises(LeaseFileError, match="leases.db"):
         load_slots(path, "run:1")
+    table.drop("i1")
+    with pytest.raises(LeaseFileError, match="leases.db"):
+        table.save(path, "run:1")
+    assert table.unsaved, "what could not be written is tried again"
+
+
+def test_each_save_writes_what_changed_since_the_last(tmp_path):
+    path = tmp_path / "leases.db"
+    table = LeaseTable(None, NEED_S)
+    first, second = idle(table, "i1"), idle(table, "i2")
+    table.save(path, "run:1")
+    assert not table.unsaved
+    waiter = wait(table, "w")
+    table.grant(table.next_step(0.0), 3.0, 50.0)
+    table.drop("i2")
+    table.save(path, "run:1")
+    assert load_slots(path, "run:1") == [first]
+    assert (first.lease_id, first.state, first.deadline) == (waiter.lease_id, SlotState.LEASED, 50.0)
+    table.beaten(first, 7.0)
+    table.save(path, "run:1")
+    assert load_slots(path, "run:1")[0].beat_at == 7.0
+    other = LeaseTable(None, NEED_S)
+    kept = idle(other, "i3")
+    other.save(path, "run:2")
+    assert load_slots(path, "run:2") == [kept] and second.instance_id == "i2"
+    assert load_slots(path, "run:1") == [], "a file belongs to the run that wrote it last"
+
+
+def by_looking_at_everything(table, now):
+    """The next step by its definition, without any index."""
+    slots, promised = list(table.slots.values()), [creation.key for creation in table.creations]
+    idle = [slot for slot in slots if slot.state is SlotState.IDLE]
+    freeing = len([slot for slot in slots if slot.state is SlotState.DELETING])
+    for waiter in table.queue:
+        fitting = [slot for slot in idle if slot.key == waiter.key]
+        if fitting:
+            return Grant(waiter, fitting[0]) if fitting[0].expires_at - now >= table.need_s else Evict(fitting[0])
+        if waiter.key in promised:
+            promised.remove(waiter.key)
+        elif table.used < table.capacity:
+            return Create(waiter)
+        elif freeing:
+            freeing -= 1
+        else:
+            return Evict(min(idle, key=lambda slot: slot.since)) if idle else None
+    return None
 
 
 class Machine(RuleBasedStateMachine):
@@ -167,6 +213,7 @@ class Machine(RuleBasedStateMachine):
 
     def settle(self):
         while (step := self.table.next_step(self.now)) is not None:
+            assert step == by_looking_at_everything(self.table, self.now)
             if isinstance(step, Create):
                 self.table.begin(step.waiter)
             elif isinstance(step, Evict):
@@ -176,6 +223,7 @@ class Machine(RuleBasedStateMachine):
                 assert earlier[0] is step.waiter, "of those who want the same, the first is served first"
                 self.table.grant(step, self.now, self.now + 5)
                 self.got.append(step.waiter.lease_id)
+        assert by_looking_at_everything(self.table, self.now) is None
 
     @rule(spec=st.sampled_from([RED, BLUE]))
     def acquire(self, spec):
@@ -185,14 +233,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.table.creations)
     @rule(data=st.data(), works=st.booleans())
     def creation_ends(self, data, works):
-        creation = data.draw(st.sampled_from(self.table.creations))
+        creation = data.draw(st.sampled_from(list(self.table.creations)))
         if works:
             name = f"i{next(self.names)}"
             self.table.made(creation, instance(name, creation.spec.env_key), self.now, self.now + 30)
         else:
-            self.table.creations.remove(creation)
+            self.table.end(creation)
             if creation.waiter in self.table.queue:
-                self.table.queue.remove(creation.waiter)
+                self.table.withdraw(creation.waiter)
         self.settle()
 
     @precondition(lambda self: self.table.in_state(SlotState.LEASED))
@@ -206,13 +254,13 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def deleted(self, data):
         slot = data.draw(st.sampled_from(self.table.in_state(SlotState.DELETING)))
-        del self.table.slots[slot.instance_id]
+        self.table.drop(slot.instance_id)
         self.settle()
 
     @precondition(lambda self: self.table.queue)
     @rule(data=st.data())
     def gives_up(self, data):
-        self.table.queue.remove(data.draw(st.sampled_from(list(self.table.queue))))
+        self.table.withdraw(data.draw(st.sampled_from(list(self.table.queue))))
         self.settle()
 
     @rule(seconds=st.floats(0.1, 15))
