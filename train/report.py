@@ -73,23 +73,22 @@ def plain(value: Any) -> Any:
 
 
 def pass_table(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> Table:
-    """Held-out pass@1 per environment, sampled and greedy side by side, each with its standard error."""
+    """Held-out pass@1 per environment, sampled and greedy one below the other. Fits 80 columns."""
     table = Table(title="Held-out pass@1 (± standard error over tasks)", title_justify="left")
     table.add_column("environment")
     table.add_column("tasks", justify="right")
-    for label in ("sampled", "greedy"):
-        for column in (f"{label} before", "after", "change"):
-            table.add_column(column, justify="right")
+    table.add_column("decoding")
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
     names = {env for result in (*before, *after) for env in result.per_env}
+    labels = [label for label in ("sampled", "greedy") if _labelled((*before, *after), label) is not None]
     for env in (*sorted(names), "all"):
-        if env == "all":
-            table.add_section()
-        row: list[str] = []
-        for label in ("sampled", "greedy"):
+        table.add_section()
+        for label in labels:
             first, last = (_rate(_labelled(results, label), env) for results in (before, after))
-            row += [_rate_text(first), _rate_text(last), _change_text(first, last)]
-        tasks = max((rate.tasks for r in (*before, *after) if (rate := _rate(r, env)) is not None), default=0)
-        table.add_row(env, str(tasks), *row, style="bold" if env == "all" else "")
+            tasks = max((rate.tasks for rate in (first, last) if rate is not None), default=0)
+            row = (env, str(tasks), label, _rate_text(first), _rate_text(last), _change_text(first, last))
+            table.add_row(*row, style="bold" if env == "all" else "")
     return table
 
 

@@ -4,8 +4,8 @@
 
 The curriculum has three phases. First the expert's clean episodes *without* a system prompt, until copying (ids, names,
 titles) works: with the prompt in front a network of this size never finds it. Then clean episodes with the prompt. Then
-episodes in which the expert slips two times out of three: the policy knows the work but has bad habits, which is what
-reinforcement learning mends.
+episodes in most of which the expert slips: the policy knows the work but has bad habits, which is what reinforcement
+learning mends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS)
 TAGS = ("<tool_call>", "</tool_call>", "<done>")  # sampled text: must survive skip_special_tokens=True
 CONTEXT = 1024  # token ids
 MAX_TURN = 64  # token ids of one turn
-SLIP_RATE = 0.65
+SLIP_RATES = (0.75, 0.5)  # of episodes that change the desk, of episodes that report on it
+# The answer is one token of an episode: at their natural share the kinds that turn on it are learnt last, or never.
+DRILLED = (
+    "owner", "report_status", "report_priority", "last_comment",
+    "most_urgent", "count", "count_mine", "full_update",
+)  # fmt: skip
+DRILL_SHARE = 0.4
 
 # One line per tool: a policy of this size cannot afford the tokens of JSON schemas.
 CHAT_TEMPLATE = (
@@ -259,14 +265,15 @@ class Phase:
     steps: int
     lr_scale: tuple[float, float]
     system_prompt: bool = True
-    slip_rate: float = 0.0
+    slip_rates: tuple[float, float] = (0.0, 0.0)  # of episodes that change the desk, of episodes that report on it
+    drill_share: float = DRILL_SHARE
     stop_below: float | None = None
 
 
 CURRICULUM = (
-    Phase("clean, no system prompt", 260, (1.0, 0.4), system_prompt=False, stop_below=0.015),
-    Phase("clean", 60, (0.4, 0.2)),
-    Phase("sloppy", 30, (0.2, 0.1), slip_rate=SLIP_RATE),
+    Phase("clean, no system prompt", 350, (1.0, 0.4), system_prompt=False, stop_below=0.004),
+    Phase("clean", 100, (0.4, 0.1)),
+    Phase("sloppy", 40, (0.2, 0.1), slip_rates=SLIP_RATES, drill_share=0.0),
 )
 
 
@@ -277,10 +284,12 @@ def batch_drawer(prompter: Prompter, phase: Phase, size: int, seed: int) -> Call
     def draw() -> list[Example]:
         batch = []
         while len(batch) < size:
-            problem = draw_problem(rng, "desk")
+            kind = rng.choice(DRILLED) if rng.random() < phase.drill_share else None
+            problem = draw_problem(rng, "desk", kind)
             if not phase.system_prompt and problem.needs_context:
                 continue
-            turns = episode(problem, slip=rng if rng.random() < phase.slip_rate else None)
+            rate = phase.slip_rates[problem.answer is not None]
+            turns = episode(problem, slip=rng if rng.random() < rate else None)
             opening = opening_messages(problem)
             messages = [*(opening if phase.system_prompt else opening[1:]), *turns]
             batch.append(encode_episode(prompter, messages, TOOLS if phase.system_prompt else []))

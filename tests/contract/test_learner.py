@@ -104,11 +104,15 @@ def _buffer(groups: list[Group], batch_size: int = GROUPS):
     buffer = ReplayBuffer.remote(
         {"batch_size": batch_size, "max_staleness": 8, "max_running": 100, "max_bytes": 1 << 30}
     )
+    _commit(buffer, groups)
+    return buffer
+
+
+def _commit(buffer, groups: list[Group]) -> None:
     for group in groups:
         ticket, _ = ray.get(buffer.issue.remote(10))
         ray.get(buffer.start.remote(ticket, group.task_key, [t.trajectory_id for t in group.trajectories]))
         assert ray.get(buffer.commit.remote(ticket, GroupHeader.of(group, True), [ray.put(group)])) == "buffered"
-    return buffer
 
 
 class FilePublisher:
@@ -322,6 +326,71 @@ def test_learning_rate_zero_leaves_bf16_weights_bit_identical_even_where_a_rank_
     trained = run.weights(1)
     for name, parameter in start.named_parameters():
         assert torch.equal(trained[name], parameter), name
+
+
+def _lottery(lm, batch: int, prize: np.ndarray) -> list[Group]:
+    """Four groups of 16 on-policy trajectories of one token each; who draws a token of ``prize`` is rewarded."""
+    rng = np.random.default_rng(batch)
+    groups = []
+    for number in range(4 * batch, 4 * batch + 4):
+        prompt = np.arange(10 + number % 4, dtype=np.int32)
+        probabilities = _next_token(lm, prompt)
+        tokens = rng.choice(VOCAB, 16, p=probabilities / probabilities.sum())
+        trajectories = [
+            Trajectory(
+                trajectory_id=f"{number}-{sample}",
+                task_key=f"task-{number}",
+                env_key="env",
+                group_id=number,
+                sample_index=sample,
+                ids=np.append(prompt, np.int32(token)),
+                mask=np.append(np.zeros(len(prompt)), 1).astype(np.uint8),
+                logprobs=np.append(np.zeros(len(prompt)), np.log(probabilities[token])).astype(np.float32),
+                prompt_length=len(prompt),
+                spans=[Span(batch, 0, 1)],
+                stop_reason=StopReason.DONE,
+                outcome=Graded(float(prize[token])),
+            )
+            for sample, token in enumerate(tokens)
+        ]
+        groups.append(Group(number, f"task-{number}", "env", trajectories))
+    return groups
+
+
+def _next_token(lm, prompt: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        logits = lm(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].double()
+    return torch.softmax(logits / SETTINGS["temperature"], dim=-1).numpy()
+
+
+def _chance_after_learning(folder: Path, model_path: Path, **settings) -> tuple[float, float]:
+    """Chance of a rewarded token, before and after ten on-policy steps: exact, from the weights."""
+    prize = np.arange(VOCAB) % 2 == 0
+    lm = AutoModelForCausalLM.from_pretrained(model_path)
+
+    def chance() -> float:
+        return float(np.mean([_next_token(lm, np.arange(10 + n))[prize].sum() for n in range(4)]))
+
+    before, steps = chance(), 10
+    run = Run(
+        folder, model_path, _buffer([], batch_size=4), total_steps=steps, **{"lr": 3e-3, "weight_decay": 0.0} | settings
+    )
+    for step in range(1, steps + 1):
+        _commit(run.buffer, _lottery(lm, step - 1, prize))
+        if step < steps:
+            run.wait(lambda step=step: len(run.metrics) == step)
+        else:
+            run.end()
+        lm.load_state_dict(run.weights(step), strict=False)
+    return before, chance()
+
+
+def test_rewards_are_learned_and_shuffled_rewards_are_not(model_path, tmp_path):
+    before, rewarded = _chance_after_learning(tmp_path / "rewarded", model_path)
+    _, shuffled = _chance_after_learning(tmp_path / "shuffled", model_path, shuffle_rewards=True)
+    assert before == pytest.approx(0.5, abs=0.05)
+    assert rewarded > 0.8
+    assert abs(shuffled - before) < (rewarded - before) / 3
 
 
 def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_path, groups, tmp_path):

@@ -44,9 +44,13 @@ def test_the_last_line_is_the_summary_as_json_and_so_is_the_file(tmp_path, capsy
 def test_the_table_shows_every_environment_and_both_kinds(tmp_path):
     table = written(tmp_path, HISTORY, BEFORE, AFTER, SUMMARY)
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if "│" in line]
-    rows = {name: values for name, *values in cells}
-    assert rows["tracker"] == ["32", "0.400 ±0.05", "0.900 ±0.05", "+0.500", "0.700 ±0.05", "0.700 ±0.05", "+0.000"]
-    assert rows["all"] == ["64", "0.350 ±0.04", "0.890 ±0.04", "+0.540", "0.750 ±0.04", "0.700 ±0.04", "-0.050"]
+    rows = {(name, label): values for name, tasks, label, *values in cells}
+    assert rows["tracker", "sampled"] == ["0.400 ±0.05", "0.900 ±0.05", "+0.500"]
+    assert rows["tracker", "greedy"] == ["0.700 ±0.05", "0.700 ±0.05", "+0.000"]
+    assert rows["all", "sampled"] == ["0.350 ±0.04", "0.890 ±0.04", "+0.540"]
+    assert rows["all", "greedy"] == ["0.750 ±0.04", "0.700 ±0.04", "-0.050"]
+    assert {(name, tasks) for name, tasks, *_ in cells} == {("calendar", "32"), ("tracker", "32"), ("all", "64")}
+    assert max(len(line) for line in table.splitlines() if "│" in line) <= 80
     assert str(tmp_path / "reward_curve.png") in table
 
 
