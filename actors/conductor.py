@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from actors.env_pool import ACTOR_NAME, release_owner
 from actors.ledger import Ledger
 from actors.rollout_worker import GroupOrder
 from actors.task import Task
@@ -16,6 +18,18 @@ from actors.trajectory import Cancelled, Group, InfraFailed, Outcome
 from serve.sampling import Sampling
 
 TICKET_POLL_S = 5.0
+RELEASE_TIMEOUT_S = 20.0  # for a pool that is being started again
+
+logger = logging.getLogger(__name__)
+
+
+def worker_name(index: int) -> str:
+    """Name of a RolloutWorker: of its actor, and of the leases it holds."""
+    return f"rollout_worker_{index}"
+
+
+class NoWorkerLeft(RuntimeError):
+    """Every RolloutWorker has died; nothing can be rolled out any more."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,8 @@ class Conductor:
         self._settings = settings
         self._workers = workers
         self._load = [0] * len(workers)
+        self._dead: set[int] = set()
+        self._stats: dict[int, dict[str, Any]] = {}  # by worker: what it said last
         self._buffer = buffer
         self._eval_ledger = Ledger()
         self._rollouts: asyncio.Task | None = None
@@ -73,7 +89,11 @@ class Conductor:
     async def evaluate(
         self, label: str, tasks: list[Task], n: int, sampling: Sampling, timeout_s: float
     ) -> list[Group]:
-        """Attempt every task ``n`` times. Groups that broke are left out; the ledger counts them."""
+        """Attempt every task ``n`` times. Groups that broke are left out; the ledger counts them.
+
+        Raises:
+            NoWorkerLeft: there is nobody to attempt anything.
+        """
         orders = [
             GroupOrder(task, index, tuple(f"{label}/{task.task_key}/{i}" for i in range(n)), sampling)
             for index, task in enumerate(tasks)
@@ -81,11 +101,14 @@ class Conductor:
         for order in orders:
             self._eval_ledger.dispatch(list(order.episode_ids))
         groups = await asyncio.gather(*(self._evaluate(order, timeout_s) for order in orders))
+        if not self._living():
+            raise NoWorkerLeft("every rollout worker has died")
         return [group for group in groups if group is not None]
 
     async def status(self) -> dict[str, Any]:
         """Counts for the progress display."""
-        stats = await asyncio.gather(*(worker.stats.remote() for worker in self._workers))
+        await asyncio.gather(*(self._ask(index) for index in self._living()))
+        stats = self._stats.values()
         phases: dict[str, int] = {}
         for one in stats:
             for phase, count in one["phases"].items():
@@ -105,7 +128,7 @@ class Conductor:
         return _first_line(self._rollouts.exception())
 
     async def _assign(self) -> None:
-        while True:
+        while self._living():
             ticket = await self._buffer.issue.remote(TICKET_POLL_S)
             if ticket is None:
                 continue
@@ -116,6 +139,7 @@ class Conductor:
             group = asyncio.create_task(self._roll_out(GroupOrder(task, ticket_id, ids, self._settings.sampling)))
             self._groups.add(group)
             group.add_done_callback(self._groups.discard)
+        raise NoWorkerLeft("every rollout worker has died")
 
     async def _roll_out(self, order: GroupOrder) -> None:
         """One group on the least loaded worker. Whatever happens, its ticket is redeemed or returned."""
@@ -126,7 +150,7 @@ class Conductor:
             outcome = Cancelled("the run is ending")
         except TimeoutError:
             outcome = InfraFailed(f"the group took longer than {self._settings.group_timeout_s:.0f} s")
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, NoWorkerLeft) as error:
             outcome = InfraFailed(f"rollout worker: {_first_line(error)}")
         if outcome is not None:
             await self._buffer.abandon.remote(order.group_id, outcome)
@@ -134,7 +158,7 @@ class Conductor:
     async def _evaluate(self, order: GroupOrder, timeout_s: float) -> Group | None:
         try:
             group = await self._on_worker("evaluate_group", order, timeout_s)
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except (TimeoutError, ray.exceptions.RayError, NoWorkerLeft) as error:
             for episode_id in order.episode_ids:
                 self._eval_ledger.end(episode_id, InfraFailed(f"evaluation: {_first_line(error)}"))
             return None
@@ -143,7 +167,10 @@ class Conductor:
         return group
 
     async def _on_worker(self, method: str, order: GroupOrder, timeout_s: float) -> Any:
-        index = min(range(len(self._workers)), key=self._load.__getitem__)
+        living = self._living()
+        if not living:
+            raise NoWorkerLeft("every rollout worker has died")
+        index = min(living, key=self._load.__getitem__)
         self._load[index] += 1
         call = getattr(self._workers[index], method).remote(order)
         try:
@@ -153,8 +180,36 @@ class Conductor:
             ray.cancel(call)
             await asyncio.wait([asyncio.ensure_future(_ended(call))], timeout=60.0)
             raise
+        except ray.exceptions.ActorDiedError:
+            await self._bury(index)
+            raise
         finally:
             self._load[index] -= 1
+
+    def _living(self) -> list[int]:
+        return [index for index in range(len(self._workers)) if index not in self._dead]
+
+    async def _ask(self, index: int) -> None:
+        try:
+            self._stats[index] = await self._workers[index].stats.remote()
+        except ray.exceptions.ActorDiedError:
+            await self._bury(index)
+
+    async def _bury(self, index: int) -> None:
+        """A worker is dead: it gets no more work, what it counted stays, and its leases go back to the pool."""
+        if index in self._dead:
+            return
+        self._dead.add(index)
+        if index in self._stats:
+            self._stats[index] = self._stats[index] | {"phases": {}}
+        name = worker_name(index)
+        try:
+            returned = await release_owner(ray.get_actor(ACTOR_NAME), name, RELEASE_TIMEOUT_S)
+        except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
+            # They end at their deadlines, or with the run.
+            logger.warning("%s died, and its leases could not be given back: %s", name, _first_line(error))
+            return
+        logger.warning("%s died; %d leases of it were given back", name, returned)
 
 
 async def _ended(call: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+# OpenEnv servers a run starts itself: the program of each.
+LOCAL_OPENENV = {"local:browse": "actors.envs.browse"}
 
 
 class Section(BaseModel):
@@ -53,6 +57,17 @@ class GeneratorConfig(Section):
     tools_channel: Literal["text", "template"] = Field(
         "text", description="tool schemas in the system text, or through the chat template's tools="
     )
+    tool_call_format: str = Field(
+        "tags",
+        description="how the policy writes a call: tags (<tool_call> and JSON), or the name of a vLLM tool parser "
+        "(hermes, llama3_json, qwen3_coder, glm47, ...) for a model family's own format",
+    )
+    multiple_tool_calls: Literal["first", "all", "error"] = Field(
+        "first", description="several calls in one turn: carry out the first, all in order, or none and say so"
+    )
+    max_output_chars: int = Field(20_000, ge=100, description="of a tool's output; what is beyond is cut, with a note")
+    context_tools: bool = Field(False, description="tools by which the policy manages its own context")
+    inject_context_status: bool = Field(False, description="tokens and turns used, at the end of every observation")
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to the chat template")
     num_workers: int = Field(1, ge=1, description="RolloutWorker actors")
     worker_num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a RolloutWorker")
@@ -61,7 +76,7 @@ class GeneratorConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Where instances come from."""
+    """Where environments come from: Fleet, and OpenEnv servers for the tasks whose ``env_key`` is named here."""
 
     fleet: Literal["local", "hosted"] = Field("hosted", description="the embedded local Fleet, or the Fleet service")
     base_url: str | None = Field(None, description="another control plane; default: FLEET_BASE_URL or the SDK's own")
@@ -69,6 +84,23 @@ class EnvironmentConfig(Section):
     max_instances: int | None = Field(None, ge=1, description="at most this many; default: the account's limit")
     ttl_margin: float = Field(60.0, ge=0, description="seconds an instance outlives the longest episode")
     heartbeat_interval: float = Field(60.0, ge=1, description="seconds between heartbeats of a leased instance")
+    partial_reward: bool = Field(
+        False, description="a grade of 0 becomes the share of what the verifier printed as right, where it did"
+    )
+    openenv: dict[str, str] = Field(
+        {}, description="OpenEnv servers: env_key to URL, or to local:browse, which the run starts and ends itself"
+    )
+    openenv_max_sessions: int = Field(
+        32, ge=1, description="episodes a RolloutWorker has at once on one OpenEnv server; others wait"
+    )
+
+    @field_validator("openenv")
+    @classmethod
+    def _reachable(cls, servers: dict[str, str]) -> dict[str, str]:
+        for env_key, url in servers.items():
+            if url not in LOCAL_OPENENV and not re.match(r"(https?|wss?)://[^/]", url):
+                raise ValueError(f"'{env_key}' must be an http, https, ws or wss URL, or {' or '.join(LOCAL_OPENENV)}")
+        return servers
 
 
 class BufferConfig(Section):

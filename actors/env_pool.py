@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -15,6 +17,8 @@ from actors.lease_table import EnvSpec
 from actors.task import Task
 
 ACTOR_NAME = "env_pool"
+RELEASE_TIMEOUT_S = 60.0  # for a worker that gives a lease back; its episode usually allows less
+RESTART_PAUSE_S = 0.5  # between two calls of a pool that has died and that Ray starts again
 # Everybody who waits for an instance occupies one call of the actor; Ray's default of 1000 would be a hidden queue.
 MAX_CONCURRENT_CALLS = 20_000
 
@@ -73,37 +77,54 @@ def create_env_pool(
     return EnvPool.options(name=ACTOR_NAME, namespace=namespace).remote(settings, api_key, base_url)
 
 
-class EnvPoolClient:
-    """A worker's side of the pool. Nothing that is cancelled here keeps an instance.
+async def release_owner(actor: Any, owner: str, timeout_s: float) -> int:
+    """As :meth:`EnvPoolCore.release_owner`, also of a pool that is being started again.
+
+    Raises:
+        RayActorError: the pool is gone for good, or did not come back in time.
+    """
+    return await _insist(lambda left_s: actor.release_owner.remote(owner), timeout_s)
+
+
+async def _insist(call: Callable[[float], Any], timeout_s: float) -> Any:
+    """The answer of a call that may be made twice. A pool that dies is asked again once Ray has started it anew.
 
     Args:
-        actor: handle of :class:`EnvPool`.
-        owner: the worker's name; see :meth:`EnvPoolCore.release_owner`.
+        call: makes the actor call, given the seconds that are left for it.
     """
-
-    def __init__(self, actor: Any, *, api_key: str | None = None, base_url: str | None = None, owner: str = "") -> None:
-        self._actor = actor
-        self._api_key = api_key
-        self._base_url = base_url
-        self._owner = owner
-
-    async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
-        """As :meth:`EnvPoolCore.acquire`."""
-        lease_id = uuid.uuid4().hex
-        call = self._actor.acquire.remote(spec, timeout_s, self._owner, lease_id)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        left_s = max(0.1, deadline - loop.time())
         try:
             # The pool's own answer says more than ours would, so it gets the time to arrive.
-            return await asyncio.wait_for(call, timeout_s + 10.0)
-        except (asyncio.CancelledError, TimeoutError):
-            # It waits still, or it was granted and nobody has touched it.
-            self._actor.release.remote(lease_id, True)
-            raise
+            return await asyncio.wait_for(call(left_s), left_s + 10.0)
+        except ray.exceptions.RayActorError:
+            if loop.time() + RESTART_PAUSE_S >= deadline:
+                raise
+        await asyncio.sleep(RESTART_PAUSE_S)
 
+
+class PoolClient(ABC):
+    """A pool as an episode sees it: environments to open.
+
+    Args:
+        api_key, base_url: of the control plane, for what is done on an instance itself.
+    """
+
+    def __init__(self, api_key: str | None = None, base_url: str | None = None) -> None:
+        self._api_key = api_key
+        self._base_url = base_url
+
+    @abstractmethod
+    async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
+        """As :meth:`EnvPoolCore.acquire`."""
+
+    @abstractmethod
     async def release(self, lease_id: str, reusable: bool) -> bool:
         """As :meth:`EnvPoolCore.release`."""
-        return await self._actor.release.remote(lease_id, reusable)
 
-    async def open(self, task: Task, deadlines: DeadlinesConfig) -> FleetTaskEnv:
+    async def open(self, task: Task, deadlines: DeadlinesConfig, *, partial_reward: bool = False) -> FleetTaskEnv:
         """An environment for one episode on a leased instance; its close gives the lease back.
 
         Its steps are unbounded and ungraded: the episode counts turns, and grades in a phase of its own.
@@ -120,4 +141,48 @@ class EnvPoolClient:
             max_steps=None,
             grade_on_done=False,
             deadlines=deadlines,
+            partial_reward=partial_reward,
         )
+
+
+class EnvPoolClient(PoolClient):
+    """A worker's side of the pool. Nothing that is cancelled here keeps an instance.
+
+    Args:
+        actor: handle of :class:`EnvPool`.
+        owner: the worker's name; see :meth:`EnvPoolCore.release_owner`.
+    """
+
+    def __init__(self, actor: Any, *, api_key: str | None = None, base_url: str | None = None, owner: str = "") -> None:
+        super().__init__(api_key, base_url)
+        self._actor = actor
+        self._owner = owner
+
+    async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
+        lease_id = uuid.uuid4().hex
+        try:
+            return await _insist(
+                lambda left_s: self._actor.acquire.remote(spec, left_s, self._owner, lease_id), timeout_s
+            )
+        except (asyncio.CancelledError, TimeoutError):
+            # It waits still, or it was granted and nobody has touched it.
+            self._actor.release.remote(lease_id, True)
+            raise
+
+    async def release(self, lease_id: str, reusable: bool) -> bool:
+        # A lease that a dying pool was given back is still lent in the table it left behind.
+        return await _insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
+
+
+class LocalPoolClient(PoolClient):
+    """The same for a pool in this process and on this loop: for programs that need no Ray."""
+
+    def __init__(self, core: EnvPoolCore, *, api_key: str | None = None, base_url: str | None = None) -> None:
+        super().__init__(api_key, base_url)
+        self._core = core
+
+    async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
+        return await self._core.acquire(spec, timeout_s)
+
+    async def release(self, lease_id: str, reusable: bool) -> bool:
+        return await self._core.release(lease_id, reusable)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from actors.circuit_breaker import CircuitBreaker
 from actors.envs.fleet import Account, FleetFailure, QuotaReached
 from actors.lease_table import (
     Create,
@@ -38,6 +39,11 @@ HEARTBEAT_INTERVALS_S = (30, 3600)  # what the control plane accepts
 RUN_PREFIX = "fleet-rl"
 
 
+def run_prefix(run_name: str) -> str:
+    """With what the run ids of all pools of a run name begin, and of no other."""
+    return f"{RUN_PREFIX}:{run_name.replace(':', '-')}:"
+
+
 @dataclass(frozen=True)
 class PoolSettings:
     """What a pool is given. Times in seconds.
@@ -55,8 +61,11 @@ class PoolSettings:
         max_idle, idle_s: how many instances wait for reuse, and how long.
         create_concurrency, create_interval_s: makes in flight, and the mean pause between the starts of two.
         create_attempts, create_timeout_s, create_backoff_s: tries of one make, the bound of each, the first pause.
-        breaker_failures, breaker_s: after so many makes of an environment failed in a row, pause before the next.
+        breaker_failures: after so many makes of an environment failed in a row, its breaker opens: none is begun.
+        breaker_s, breaker_max_s: the breaker's first pause, and the longest; each trial that fails doubles it.
         account_s, reconcile_s: between looks at the account while somebody waits, and at the list of instances.
+        tick_s: between looks at deadlines.
+        save_s: from a change of the table to its being on disk; begins and ends of leases are answered after that.
     """
 
     run_name: str
@@ -76,14 +85,16 @@ class PoolSettings:
     create_backoff_s: float = 2.0
     breaker_failures: int = 5
     breaker_s: float = 30.0
+    breaker_max_s: float = 480.0
     account_s: float = 5.0
     reconcile_s: float = 300.0
     tick_s: float = 0.5
+    save_s: float = 0.02
 
     @property
     def prefix(self) -> str:
         """Of the run ids of every pool of this run name."""
-        return f"{RUN_PREFIX}:{self.run_name.replace(':', '-')}:"
+        return run_prefix(self.run_name)
 
     @property
     def run_id(self) -> str:
@@ -144,6 +155,7 @@ class Control(Protocol):
     async def delete_run(self, run_id: str) -> int: ...
     async def heartbeat(self, instance_id: str) -> float | None: ...
     async def account(self) -> Account: ...
+    def busy_s(self) -> float: ...
 
 
 async def delete_instances(
@@ -210,12 +222,13 @@ class EnvPoolCore:
         self._jobs: dict[str, asyncio.Task] = {}  # background work of which one at a time runs, by name
         self._making = asyncio.Semaphore(settings.create_concurrency)
         self._next_make = 0.0  # loop time
-        self._failures: Counter[str] = Counter()  # makes failed in a row, by environment
         self._strangers: dict[str, set[Creation]] = {}  # listed instances that are not in the table, see _reconcile
         self._unknown_makes = 0
         self._account_at = self._reconciled_at = 0.0
         self._closing = False
         self._background: asyncio.Task | None = None
+        self._saving: asyncio.Future[None] | None = None  # done once what has changed is on disk
+        self._unwritable = settings.table_path is None  # or the disk failed: the next tick tries again
 
     # -- life
 
@@ -266,30 +279,44 @@ class EnvPoolCore:
 
         Args:
             owner: who asks; named to others who wait for what it holds.
-            lease_id: made by the caller where it must be able to release a lease whose grant never reached it.
+            lease_id: made by the caller where it must be able to release a lease whose grant never reached it. Asking
+                again with the same one gives the same lease.
 
         Raises:
             NoInstance: none within ``timeout_s``, or none can be made; says why.
         """
         if self._closing:
             raise NoInstance("the pool is closing")
+        if lease_id is not None:
+            slot = self._table.leased(lease_id)
+            if slot is not None:
+                return Lease(lease_id, slot.instance, slot.deadline, slot.uses > 1)
+            earlier = self._table.waiting(lease_id)
+            if earlier is not None:
+                self._refuse(earlier, "it was asked for again")
         waiter = Waiter(lease_id or uuid.uuid4().hex, spec, spec.key, owner, self._clock())
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._grants[waiter] = granted
         self._table.enqueue(waiter)
         self._pump()
-        lease: Lease | None = None
+        received = False
+        try:
+            lease = await self._granted(waiter, granted, timeout_s)
+            await self._durable()
+            received = True
+        finally:
+            self._leave(waiter, received)
+        return lease
+
+    async def _granted(self, waiter: Waiter, granted: asyncio.Future[Lease], timeout_s: float) -> Lease:
         try:
             async with asyncio.timeout(timeout_s):
-                lease = await granted
+                return await granted
         except TimeoutError:
-            if self._table.waiting(waiter.lease_id) is not None:
-                why = self._table.why_waiting(waiter, self._clock())
-                raise NoInstance(f"no instance of {spec.env_key} within {timeout_s:.0f} s: {why}") from None
-            lease = granted.result()  # granted in the very moment the time was up
-        finally:
-            self._leave(waiter, received=lease is not None)
-        return lease
+            if self._table.waiting(waiter.lease_id) is None:
+                return granted.result()  # granted in the very moment the time was up
+            why = self._table.why_waiting(waiter, self._clock())
+            raise NoInstance(f"no instance of {waiter.spec.env_key} within {timeout_s:.0f} s: {why}") from None
 
     async def release(self, lease_id: str, reusable: bool) -> bool:
         """End a lease, or withdraw an acquire that still waits. False: there is no such lease (any more).
@@ -305,6 +332,7 @@ class EnvPoolCore:
             return False
         self._take_back(slot, reusable)
         self._pump()
+        await self._durable()
         return True
 
     async def release_owner(self, owner: str) -> int:
@@ -315,13 +343,16 @@ class EnvPoolCore:
         for slot in held:
             self._take_back(slot, reusable=False)
         self._pump()
+        await self._durable()
         return len(held)
 
     def stats(self) -> dict[str, Any]:
-        """Gauges (leased, idle, ..., by environment) and counters since the start (made, reused, deleted, ...)."""
+        """Gauges (leased, idle, ..., by environment), counters since the start (made, reused, ...), and breakers."""
         names = ("made", "reused", "deleted", "expired", "overdue", "failed", "refused", "heartbeats", "lost")
         counters = {name: self._counters[name] for name in names}
-        return {**self._table.counts(), **counters, "run_id": self._settings.run_id}
+        now = self._clock()
+        breakers = {env_key: breaker.snapshot(now) for env_key, breaker in sorted(self._table.breakers.items())}
+        return {**self._table.counts(), **counters, "breakers": breakers, "run_id": self._settings.run_id}
 
     # -- decisions and what they set going
 
@@ -332,9 +363,31 @@ class EnvPoolCore:
                 self._grant(step)
             elif isinstance(step, Create):
                 creation = self._table.begin(step.waiter)
+                creation.trial = self._breaker(creation).begin(creation.make_id, self._clock())
                 self._makes[creation] = self._spawn(self._create(creation), "make")
             else:
                 self._delete_later(step.slot)
+        if self._table.unsaved and self._saving is None and not self._unwritable and not self._closing:
+            # Soon and not at once: many changes make one write.
+            loop = asyncio.get_running_loop()
+            self._saving = loop.create_future()
+            loop.call_later(self._settings.save_s, self._save)
+
+    async def _durable(self) -> None:
+        """Until the changes so far are on disk. Whoever is told of a lease's begin or end may rely on it: a pool that
+        dies afterwards comes back with that lease, or without it.
+        """
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+
+    def _breaker(self, creation: Creation) -> CircuitBreaker:
+        settings, env_key = self._settings, creation.spec.env_key
+        breaker = self._table.breakers.get(env_key)
+        if breaker is None:
+            breaker = self._table.breakers[env_key] = CircuitBreaker(
+                env_key, settings.breaker_failures, settings.breaker_s, settings.breaker_max_s
+            )
+        return breaker
 
     def _grant(self, grant: Grant) -> None:
         now = self._clock()
@@ -399,7 +452,7 @@ class EnvPoolCore:
             now = self._clock()
             self._table.made(creation, instance, now, now + self._ttl)
             self._counters["made"] += 1
-            self._failures.pop(creation.spec.env_key, None)
+            self._breaker(creation).worked(creation.make_id, now)
         except QuotaReached as failure:
             self._table.learn_refusal(failure.limit, failure.running)
             self._counters["refused"] += 1
@@ -409,10 +462,13 @@ class EnvPoolCore:
         finally:
             del self._makes[creation]
             self._table.end(creation)
+            # A trial that neither worked nor failed, say at the quota, must not keep the environment shut.
+            self._breaker(creation).abandoned(creation.make_id, self._clock())
         self._pump()
 
     async def _make(self, creation: Creation) -> dict[str, Any]:
         settings, spec = self._settings, creation.spec
+        attempts = 1 if creation.trial else settings.create_attempts
         attempt = 0
         while True:
             attempt += 1
@@ -435,31 +491,24 @@ class EnvPoolCore:
             except FleetFailure as failure:
                 # It may exist nevertheless; the next looks at the list will find it.
                 self._unknown_makes += failure.unknown
-                if not failure.transient or attempt == settings.create_attempts or self._closing:
+                if not failure.transient or attempt == attempts or self._closing:
                     raise
-                logger.info("attempt %d: %s", attempt, failure)
+                logger.info("%s, attempt %d: %s", creation.make_id, attempt, failure)
             await asyncio.sleep(settings.create_backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter()))
 
     async def _pace(self) -> None:
-        """Spread the starts of makes: on average one every ``create_interval_s``."""
+        """Spread the starts of makes: on average one every ``create_interval_s``, none while silence is asked for."""
         now = asyncio.get_running_loop().time()
-        start = max(now, self._next_make)
+        start = max(now + self._control.busy_s(), self._next_make)
         self._next_make = start + self._settings.create_interval_s * 2 * self._jitter()
         if start > now:
             await asyncio.sleep(start - now)
 
     def _make_failed(self, creation: Creation, failure: FleetFailure) -> None:
-        settings, env_key = self._settings, creation.spec.env_key
         self._counters["failed"] += 1
-        self._failures[env_key] += 1
-        if self._failures[env_key] >= settings.breaker_failures:
-            self._table.blocked[env_key] = self._clock() + settings.breaker_s
-            logger.warning(
-                "%d makes of %s failed in a row; the next in %.0f s",
-                self._failures[env_key],
-                env_key,
-                settings.breaker_s,
-            )
+        # A request that is wrong, or one too many of them, says nothing about the environment.
+        if (failure.transient or failure.unknown) and failure.status != 429:
+            self._breaker(creation).failed(creation.make_id, self._clock())
         if self._table.waiting(creation.waiter.lease_id) is not None:
             self._refuse(creation.waiter, str(failure))
 
@@ -608,11 +657,20 @@ class EnvPoolCore:
             self._counters["tick_errors"] += 1
 
     def _save(self) -> None:
-        if self._settings.table_path is None:
-            return
+        saving, self._saving = self._saving, None
+        try:
+            if self._settings.table_path is not None and self._table.unsaved:
+                self._write()
+        finally:
+            if saving is not None:
+                saving.set_result(None)
+
+    def _write(self) -> None:
         try:
             self._table.save(self._settings.table_path, self._settings.run_id)
+            self._unwritable = False
         except LeaseFileError as error:
+            self._unwritable = True
             # A full disk must not stop the lending; the list at the control plane still knows the instances.
             logger.warning("%s", error)
             self._counters["save_errors"] += 1

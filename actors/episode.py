@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from actors.config import DeadlinesConfig
-from actors.prompt import Prompter, tool_message
+from actors.context_tools import CONTEXT_TOOL_NAMES, CONTEXT_TOOLS, ContextToolError, ContextTools
+from actors.prompt import Prompter, bounded, tool_message, tool_text
 from actors.task import Task
-from actors.tool_calls import Turn, parse_turn
+from actors.token_record import TokenRecord
+from actors.tool_calls import Parser, ToolCall, Turn, parse_turn
+from actors.tool_schema import ToolSchemas, schemas_of
 from actors.trajectory import (
     Graded,
     InfraFailed,
     Outcome,
-    Span,
     StopReason,
     Trajectory,
     Ungraded,
@@ -32,7 +35,12 @@ from actors.trajectory import (
 )
 from serve.sampling import Completion, Sampling
 
+logger = logging.getLogger(__name__)
+
 NO_CALL = "no tool call and no <done> found; end every turn with exactly one tool call, or with <done>"
+MANY_CALLS = "{n} tool calls in one turn, and none was carried out; end every turn with exactly one"
+ONLY_FIRST = "[only the first of the {n} tool calls of this turn was carried out]"
+VIEW_HINT = "; view_tool_output shows them"
 
 
 class Environment(Protocol):
@@ -65,31 +73,24 @@ class EpisodeLimits:
     deadlines: DeadlinesConfig
 
 
+@dataclass(frozen=True)
+class DialogueRules:
+    """How turns are read and answered; see the keys of the same names in :class:`actors.config.GeneratorConfig`.
+
+    ``parser_of`` makes the parser for a list of tools; ``None`` is the tags of :func:`parse_turn`. Families' own
+    formats use special tokens.
+    """
+
+    parser_of: Callable[[list[dict[str, Any]]], Parser] | None = None
+    keep_special_tokens: bool = False
+    multiple_tool_calls: Literal["first", "all", "error"] = "first"
+    max_output_chars: int = 20_000
+    context_tools: bool = False
+    inject_context_status: bool = False
+
+
 class PhaseFailed(Exception):
     """A phase of our side failed or ran out of time; the episode ends as infra-failed with this reason."""
-
-
-@dataclass
-class _Tokens:
-    """The growing token record of an episode."""
-
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    sampled: int = 0
-
-    def observe(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-
-    def sample(self, completion: Completion) -> None:
-        self.ids += completion.token_ids
-        self.mask += [1] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
-        self.spans += [Span(v, self.sampled + a, self.sampled + b) for v, a, b in completion.spans]
-        self.sampled += len(completion.token_ids)
 
 
 def turn_seed(run_seed: int, episode_id: str, turn: int) -> int:
@@ -121,6 +122,7 @@ class Episode:
         prompter: Prompter,
         limits: EpisodeLimits,
         sampling: Sampling,
+        rules: DialogueRules = DialogueRules(),  # noqa: B008 (frozen)
     ) -> None:
         self.task = task
         self.episode_id = episode_id
@@ -131,8 +133,13 @@ class Episode:
         self._prompter = prompter
         self._limits = limits
         self._sampling = sampling
-        self._tokens = _Tokens()
+        self._rules = rules
+        self._tokens = TokenRecord()
         self._messages: list[dict[str, Any]] = []
+        self._schemas = ToolSchemas([])
+        self._parse: Parser = parse_turn
+        self._context = self._context_tools()
+        self._answered_here = frozenset[str]()  # context tools the environment has no tool of the same name for
         self._prompt_length = 0
         self._cache_salt: str | None = None
         self._env: Environment | None = None
@@ -165,6 +172,10 @@ class Episode:
                 self._stop = StopReason.TIMEOUT
         except PhaseFailed as error:
             self._stop, failure = StopReason.ERROR, str(error)
+        except Exception as error:
+            # A fault of ours must cost this episode and no other, and must not look like the policy's.
+            logger.exception("episode %s", self.episode_id)
+            self._stop, failure = StopReason.ERROR, f"{self.phase}: {type(error).__name__}: {error}".splitlines()[0]
         if failure is not None:
             return InfraFailed(failure)
         return await self._grade()
@@ -178,13 +189,32 @@ class Episode:
         async with self._timed("reset", self._limits.deadlines.reset):
             observation = await self._env.reset_async()
         self._ready = True
-        self._messages, ids = self._prompter.first(self.task, observation.tools)
+        tools = self._offered(list(observation.tools))
+        self._schemas = schemas_of(tools)
+        if self._rules.parser_of is not None:
+            self._parse = self._rules.parser_of(tools)
+        self._messages, ids = self._prompter.first(self.task, tools)
+        self._context = self._context_tools()
         self._prompt_length = len(ids)
-        self._tokens.observe(ids)
+        self._tokens.open(ids)
         if len(ids) > self._limits.max_input_length:
             raise PhaseFailed(f"prompt of {len(ids)} tokens exceeds max_input_length {self._limits.max_input_length}")
         while self._stop is None:
             await self._turn()
+
+    def _context_tools(self) -> ContextTools:
+        limits = self._limits
+        return ContextTools(
+            self._tokens, self._messages, max_tokens=limits.max_input_length, max_turns=limits.max_turns
+        )
+
+    def _offered(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The environment's tools and ours. Where both have a name, it means the environment's."""
+        if not self._rules.context_tools:
+            return tools
+        names = {tool["function"]["name"] for tool in tools}
+        self._answered_here = CONTEXT_TOOL_NAMES - names
+        return tools + [tool for tool in CONTEXT_TOOLS if tool["function"]["name"] in self._answered_here]
 
     async def _turn(self) -> None:
         room = self._limits.max_model_len - len(self._tokens.ids)
@@ -192,7 +222,7 @@ class Episode:
             self._stop = StopReason.LENGTH
             return
         completion = await self._sample(room)
-        text = self._prompter.decode(completion.token_ids)
+        text = self._prompter.decode(completion.token_ids, self._rules.keep_special_tokens)
         self._messages.append({"role": "assistant", "content": text})
         self._turns += 1
         if completion.stop_reason == "length":
@@ -201,12 +231,14 @@ class Episode:
         if completion.stop_reason != "stop":
             raise PhaseFailed(f"generate: the engine ended the request with '{completion.stop_reason}'")
         self._end_turn(completion)
-        observed = await self._act(parse_turn(text))
+        observed = [tool_message(text) for text in await self._act(self._parse(text))]
         if self._stop is None and self._turns >= self._limits.max_turns:
             self._stop = StopReason.MAX_TURNS
         if self._stop is None:
-            self._messages.append(observed)
-            self._tokens.observe(self._prompter.observation([observed]))
+            if self._rules.inject_context_status:
+                observed[-1]["content"] += f"\n{self._context.status(self._turns)}"
+            self._messages += observed
+            self._tokens.observe(self._prompter.observation(observed))
 
     async def _sample(self, room: int) -> Completion:
         sampling = self._sampling
@@ -236,29 +268,59 @@ class Episode:
         if not completion.token_ids or completion.token_ids[-1] != eos:
             self._tokens.observe([eos])
 
-    async def _act(self, turn: Turn) -> dict[str, Any] | None:
-        """Carry out what the turn says; returns the message the policy reads next."""
+    async def _act(self, turn: Turn) -> list[str]:
+        """Carry out what the turn says; returns what the policy reads next, a text for each message."""
         if turn.error is not None:
             self._tool_errors += 1
-            return tool_message(None, error=turn.error)
+            return [tool_text(None, turn.error)]
+        if len(turn.calls) > 1:
+            return await self._act_on_many(turn.calls)
         if turn.calls:
-            call = turn.calls[0]
-            return await self._call(call.name, call.arguments)
+            return [await self._call(turn.calls[0])]
         if turn.done:
             self._stop, self._final_answer = StopReason.DONE, turn.answer
-            return None
-        return tool_message(None, error=NO_CALL)
+            return []
+        return [tool_text(None, NO_CALL)]
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _act_on_many(self, calls: tuple[ToolCall, ...]) -> list[str]:
+        if self._rules.multiple_tool_calls == "error":
+            self._tool_errors += 1
+            return [tool_text(None, MANY_CALLS.format(n=len(calls)))]
+        if self._rules.multiple_tool_calls == "first":
+            return [f"{await self._call(calls[0])}\n{ONLY_FIRST.format(n=len(calls))}"]
+        texts = []
+        for call in calls:
+            texts.append(await self._call(call))
+            if self._stop is not None:
+                break
+        return texts
+
+    async def _call(self, call: ToolCall) -> str:
+        """Carry out one call; returns what the policy reads of it."""
         self._tool_calls += 1
+        problem = self._schemas.problem(call.name, call.arguments)
+        if problem is not None:
+            self._tool_errors += 1
+            return tool_text(None, problem)
+        if call.name in self._answered_here:
+            return self._answer_here(call)
         # The environment turns a slow tool into an error the policy reads; the margin lets it do so.
         async with self._timed("step", self._limits.deadlines.step + self._limits.deadlines.close):
-            observation = await self._env.step_async({"tool": name, "params": arguments})
+            observation = await self._env.step_async({"tool": call.name, "params": call.arguments})
         if observation.error is not None:
             self._tool_errors += 1
         if observation.done:
             self._stop, self._env_reward = StopReason.ENV_DONE, observation.reward
-        return tool_message(observation.result, observation.error)
+        text = tool_text(observation.result, observation.error)
+        self._context.remember(call.name, text)
+        return bounded(text, self._rules.max_output_chars, VIEW_HINT if self._rules.context_tools else "")
+
+    def _answer_here(self, call: ToolCall) -> str:
+        try:
+            return tool_text(self._context.call(call.name, call.arguments, self._turns))
+        except ContextToolError as error:
+            self._tool_errors += 1
+            return tool_text(None, str(error))
 
     async def _grade(self) -> Outcome:
         """The verifier runs on every exit from an episode that began."""
@@ -305,7 +367,7 @@ class Episode:
             self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - begun
 
     def _trajectory(self, outcome: Outcome, duration: float) -> Trajectory:
-        tokens = self._tokens
+        tokens, starts = self._tokens.flat()
         trajectory = Trajectory(
             trajectory_id=self.episode_id,
             task_key=self.task.task_key,
@@ -316,7 +378,7 @@ class Episode:
             mask=np.asarray(tokens.mask, dtype=np.uint8),
             logprobs=np.asarray(tokens.logprobs, dtype=np.float32),
             prompt_length=self._prompt_length,
-            spans=merge_spans(tokens.spans),
+            spans=merge_spans(self._tokens.spans),
             stop_reason=self._stop or StopReason.ERROR,
             outcome=outcome,
             turns=self._turns,
@@ -326,6 +388,7 @@ class Episode:
             duration_s=duration,
             phase_s=self._phase_s,
             messages=self._messages,
+            starts=starts,
         )
         trajectory.validate()
         return trajectory

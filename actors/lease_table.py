@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import ValuesView
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from actors.circuit_breaker import BreakerState, CircuitBreaker
 from actors.task import Task
 
 
@@ -74,19 +76,23 @@ class Waiter:
     key: str
     owner: str
     since: float
+    order: int = 0  # in the queue; given when it enters
 
 
 @dataclass(eq=False)
 class Creation:
     """An instance being made. ``waiter`` is who it was begun for; whoever waits longest for its key will get it.
 
-    ``asked``: the control plane was asked at least once, so there may be an instance.
+    ``asked``: the control plane was asked at least once, so there may be an instance. ``trial``: its environment's
+    breaker is half-open, and this make decides.
     """
 
     spec: EnvSpec
     key: str
     waiter: Waiter
+    make_id: str
     asked: bool = False
+    trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class LeaseTable:
     def __init__(self, max_instances: int | None, need_s: float) -> None:
         self.max_instances = max_instances
         self.need_s = need_s
-        self.blocked: dict[str, float] = {}  # environments whose instances cannot be made now: until when
+        self.breakers: dict[str, CircuitBreaker] = {}  # by environment; one without a breaker may always be made
         self.account_limit: int | None = None
         self.others = 0  # instances of the account that are not ours
         self.slots: dict[str, Slot] = {}  # by instance id; to be read only
@@ -130,11 +136,13 @@ class LeaseTable:
         self._queue: dict[str, Waiter] = {}  # by lease id, in order
         self._leases: dict[str, Slot] = {}  # by lease id
         self._idle: dict[str, dict[str, Slot]] = {}  # by key, then by instance id
-        self._waiting: Counter[str] = Counter()  # by key
+        self._waiting: dict[str, dict[str, Waiter]] = {}  # by key, then by lease id, in order
         self._coming: Counter[str] = Counter()  # creations, by key
         self._states: Counter[SlotState] = Counter()
         self._lacking: set[str] = set()  # keys for which more wait than are idle or being made
+        self._ready: set[str] = set()  # keys for which somebody waits and an instance is idle
         self._unsaved: set[str] = set()
+        self._begun = self._enqueued = 0
 
     # -- quota
 
@@ -174,14 +182,19 @@ class LeaseTable:
         return self._queue.values()
 
     def enqueue(self, waiter: Waiter) -> None:
+        self._enqueued += 1
+        waiter.order = self._enqueued
         self._queue[waiter.lease_id] = waiter
-        self._waiting[waiter.key] += 1
+        self._waiting.setdefault(waiter.key, {})[waiter.lease_id] = waiter
         self._weigh(waiter.key)
 
     def withdraw(self, waiter: Waiter) -> None:
         """It waits no more."""
         del self._queue[waiter.lease_id]
-        self._waiting[waiter.key] -= 1
+        of_key = self._waiting[waiter.key]
+        del of_key[waiter.lease_id]
+        if not of_key:
+            del self._waiting[waiter.key]
         self._weigh(waiter.key)
 
     def waiting(self, lease_id: str) -> Waiter | None:
@@ -189,8 +202,10 @@ class LeaseTable:
 
     def next_step(self, now: float) -> Grant | Create | Evict | None:
         """The next thing to do, or None. Strictly first in, first out: nobody overtakes a waiter that has nothing."""
-        if not self._lacking and not self._idle:
+        if not self._lacking and not self._ready:
             return None
+        if self.capacity is None or self.used < self.capacity:
+            return self._next_with_room(now)
         promised: Counter[str] = Counter()
         freeing = self._states[SlotState.DELETING]
         for waiter in self._queue.values():
@@ -200,16 +215,37 @@ class LeaseTable:
             if promised[waiter.key] < self._coming[waiter.key]:
                 promised[waiter.key] += 1
                 continue
-            if self.blocked.get(waiter.spec.env_key, 0.0) > now:
+            if not self._may_make(waiter, now):
                 continue
-            if self.capacity is None or self.used < self.capacity:
-                return Create(waiter)
             if freeing > 0:
                 freeing -= 1
                 continue
             idle = self._oldest_idle()
             return None if idle is None else Evict(idle)
         return None
+
+    def _next_with_room(self, now: float) -> Grant | Create | Evict | None:
+        """The same below the quota, where only the first waiter of each key can be next: with thousands of waiters
+        for whom an instance is being made, looking at all of them for every step would take most of the pool's time.
+        """
+        first: Waiter | None = None
+        for key in self._ready:
+            waiter = next(iter(self._waiting[key].values()))
+            first = waiter if first is None or waiter.order < first.order else first
+        for key in self._lacking - self._ready:
+            waiter = next(islice(self._waiting[key].values(), self._coming[key], None))
+            if (first is None or waiter.order < first.order) and self._may_make(waiter, now):
+                first = waiter
+        if first is None:
+            return None
+        slot = self._idle_for(first.key)
+        if slot is None:
+            return Create(first)
+        return Grant(first, slot) if slot.expires_at - now >= self.need_s else Evict(slot)
+
+    def _may_make(self, waiter: Waiter, now: float) -> bool:
+        breaker = self.breakers.get(waiter.spec.env_key)
+        return breaker is None or breaker.may_begin(now)
 
     def _idle_for(self, key: str) -> Slot | None:
         return next(iter(self._idle.get(key, {}).values()), None)
@@ -218,18 +254,17 @@ class LeaseTable:
         return min(self.in_state(SlotState.IDLE), key=lambda slot: slot.since, default=None)
 
     def _weigh(self, key: str) -> None:
-        if self._waiting[key] > self._coming[key] + len(self._idle.get(key, ())):
-            self._lacking.add(key)
-        else:
-            self._lacking.discard(key)
-        for counter in (self._waiting, self._coming):
-            if not counter[key]:
-                del counter[key]
+        waiting, coming, idle = len(self._waiting.get(key, ())), self._coming[key], len(self._idle.get(key, ()))
+        (self._lacking.add if waiting > coming + idle else self._lacking.discard)(key)
+        (self._ready.add if waiting and idle else self._ready.discard)(key)
+        if not coming:
+            del self._coming[key]
 
     # -- creations
 
     def begin(self, waiter: Waiter) -> Creation:
-        creation = Creation(waiter.spec, waiter.key, waiter)
+        self._begun += 1
+        creation = Creation(waiter.spec, waiter.key, waiter, f"make-{self._begun}")
         self.creations[creation] = None
         self._coming[creation.key] += 1
         self._weigh(creation.key)
@@ -316,9 +351,11 @@ class LeaseTable:
         """For the error of a waiter whose time is up: what is full, who holds it, and who stands before it."""
         ahead = list(self._queue).index(waiter.lease_id)
         parts = []
-        until = self.blocked.get(waiter.spec.env_key, 0.0)
-        if until > now:
-            parts.append(f"{waiter.spec.env_key} could not be made lately and is tried again in {until - now:.0f} s")
+        breaker = self.breakers.get(waiter.spec.env_key)
+        if breaker is not None and breaker.state is not BreakerState.CLOSED:
+            pause_s = max(0.0, breaker.retry_at - now)
+            again = "is on trial now" if breaker.trial_id is not None else f"is tried again in {pause_s:.0f} s"
+            parts.append(f"{waiter.spec.env_key} could not be made lately and {again}")
         capacity = "unbounded" if self.capacity is None else self.capacity
         parts.append(
             f"{self.used} of {capacity} instances exist or are being made"

@@ -24,6 +24,7 @@ RESPONSE_FORMAT = (
     "End every turn with exactly one tool call, or with <done>. "
     "When the task is complete, write the final answer first, then <done>."
 )
+NO_IMAGE = "[an image, which this policy cannot see]"
 OPENINGS_KEPT = 256
 _NAMED_VARIABLES = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
 # A finished exchange that observations are rendered behind. What the template writes before the end of this turn is cut
@@ -57,12 +58,33 @@ def system_text(task: Task, tools: list[dict[str, Any]], tools_channel: ToolsCha
     return "\n\n".join(sections)
 
 
+def tool_text(content: Any, error: str | None = None) -> str:
+    """A tool's result, or its error, as the text the policy reads."""
+    if error is not None:
+        return f"Error: {error}"
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and all(_is_block(item) for item in content):
+        return "\n".join(block["text"] if block["type"] == "text" else NO_IMAGE for block in content)
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
+def _is_block(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    return item.get("type") == "image_url" or (item.get("type") == "text" and isinstance(item.get("text"), str))
+
+
+def bounded(text: str, limit: int, hint: str = "") -> str:
+    """At most ``limit`` characters of a tool's output, with a note of what was cut."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[the last {len(text) - limit:,} of {len(text):,} characters are cut{hint}]"
+
+
 def tool_message(content: Any, error: str | None = None) -> dict[str, Any]:
     """A tool's result, or its error, as the message the policy reads next."""
-    if error is not None:
-        return {"role": "tool", "content": f"Error: {error}"}
-    text = content if isinstance(content, str) else json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-    return {"role": "tool", "content": text}
+    return {"role": "tool", "content": tool_text(content, error)}
 
 
 class Prompter:
@@ -120,11 +142,15 @@ class Prompter:
         return self.encode(following)
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        # JSON can smuggle in halves of surrogate pairs, which are no text and which no tokenizer takes.
+        return self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
 
-    def decode(self, ids: list[int]) -> str:
-        """Sampled ids as text, without the end-of-sequence token and other special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: list[int], keep_special: bool = False) -> str:
+        """Sampled ids as text, without the end-of-sequence token and, unless they are kept, other special tokens."""
+        if not keep_special:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        eos = self.tokenizer.eos_token_id
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] == eos else ids, skip_special_tokens=False)
 
     def _render(self, messages: list[dict], generation: bool, tools: list[dict] | None = None) -> str:
         return self.tokenizer.apply_chat_template(

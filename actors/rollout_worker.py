@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from actors.config import GeneratorConfig
 from actors.env_pool import EnvPoolClient
-from actors.envs.fleet import FleetTaskEnv
-from actors.episode import Episode, EpisodeLimits
+from actors.envs.openenv import OpenEnvServers
+from actors.episode import DialogueRules, Environment, Episode, EpisodeLimits
 from actors.prompt import Prompter
 from actors.replay_buffer import GroupHeader
 from actors.task import Task
+from actors.tool_calls import native_parser
 from actors.trajectory import Group, Trajectory
 from serve.policy import PolicyClient
 from serve.sampling import Sampling
@@ -32,6 +34,9 @@ class WorkerSettings:
     api_key: str | None
     base_url: str | None
     overlong_filtering: bool
+    openenv: dict[str, str] = field(default_factory=dict)  # URL of the OpenEnv server of an env_key
+    openenv_max_sessions: int = 32  # at once with each of them
+    partial_reward: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,25 @@ class GroupOrder:
     sampling: Sampling
 
 
+def dialogue_rules(generator: GeneratorConfig, tokenizer: Any) -> DialogueRules:
+    """The rules that a configuration asks for.
+
+    Raises:
+        ValueError: vLLM has no tool parser of that name, or it does not work with this tokenizer.
+    """
+    common = generator.model_dump(
+        include={"multiple_tool_calls", "max_output_chars", "context_tools", "inject_context_status"}
+    )
+    if generator.tool_call_format == "tags":
+        return DialogueRules(**common)
+    from serve.engine import native_tool_calls  # vLLM takes seconds to import
+
+    extract_with = native_tool_calls(generator.tool_call_format, tokenizer)
+    return DialogueRules(
+        parser_of=lambda tools: native_parser(extract_with(json.dumps(tools))), keep_special_tokens=True, **common
+    )
+
+
 class EpisodeRunner:
     """Builds and runs episodes against one policy and one pool; plain asyncio, no Ray."""
 
@@ -51,6 +75,7 @@ class EpisodeRunner:
         self._settings = settings
         self._policy = policy
         self._pool = pool
+        self._openenv = OpenEnvServers(settings.openenv, settings.openenv_max_sessions)
         generator = settings.generator
         self._prompter = Prompter(tokenizer, generator.tools_channel, generator.chat_template_kwargs)
         self._limits = EpisodeLimits(
@@ -59,6 +84,7 @@ class EpisodeRunner:
             max_model_len=settings.max_model_len,
             deadlines=generator.deadlines,
         )
+        self._rules = dialogue_rules(generator, tokenizer)
         self._slots = asyncio.Semaphore(settings.max_episodes)
         self._running: dict[str, Episode] = {}
         self.sampled_tokens = 0
@@ -85,6 +111,7 @@ class EpisodeRunner:
                 prompter=self._prompter,
                 limits=self._limits,
                 sampling=order.sampling,
+                rules=self._rules,
             )
             self._running[episode_id] = episode
             try:
@@ -95,8 +122,11 @@ class EpisodeRunner:
         self.sampled_tokens += int(trajectory.mask.sum())
         return trajectory
 
-    async def _open_env(self, task: Task) -> FleetTaskEnv:
-        return await self._pool.open(task, self._settings.generator.deadlines)
+    async def _open_env(self, task: Task) -> Environment:
+        if task.env_key in self._openenv:
+            return await self._openenv.open(task, self._settings.generator.deadlines)
+        settings = self._settings
+        return await self._pool.open(task, settings.generator.deadlines, partial_reward=settings.partial_reward)
 
     def phases(self) -> dict[str, int]:
         """How many episodes are in which phase now."""

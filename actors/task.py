@@ -34,6 +34,10 @@ class Task(BaseModel):
     verifier_code: str | None = Field(None, validation_alias=AliasChoices("verifier_code", "verifier_func"))
     task_modality: Modality = "tool_use"
     difficulty: int | None = None
+    # For tasks of an OpenEnv server; see docs/openenv.md.
+    openenv_reset: dict[str, Any] = Field(default_factory=dict)
+    openenv_answer_tool: str | None = Field(None, min_length=1)
+    openenv_answer_arguments: dict[str, Any] | None = None
 
 
 def parse_task(raw: Any, where: str) -> Task:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,14 @@ MAX_REPAIRED_BRACES = 3
 
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _OPEN = re.compile("|".join(f"<{tag}>" for tag in CALL_TAGS))
+
+
+def _refuse_constant(name: str) -> Any:
+    # Python's decoder takes NaN and Infinity, which no tool server does.
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class Turn:
     error: str | None = None
 
 
+Parser = Callable[[str], Turn]
+# A model family's own format: text in; the calls as (name, arguments as JSON text) and the text around them out.
+Extract = Callable[[str], tuple[list[tuple[str, str]], str]]
+
+
 def parse_turn(text: str) -> Turn:
     """Read one sampled turn. Never raises: whatever is malformed becomes ``Turn.error``."""
-    visible = _THINK.sub("", text)
-    # A template may open the thinking block in the prompt, so only its end is sampled.
-    if "</think>" in visible:
-        visible = visible.rsplit("</think>", 1)[1]
+    visible = _without_thinking(text)
     calls: list[ToolCall] = []
     outside: list[str] = []
     position = 0
@@ -63,9 +74,42 @@ def parse_turn(text: str) -> Turn:
             break
         calls.append(call)
     outside.append(visible[position:])
-    rest = "".join(outside)
-    done = DONE in rest.lower()
-    answer = re.sub(re.escape(DONE), "", rest, flags=re.IGNORECASE).strip()
+    return _turn(calls, "".join(outside), error)
+
+
+def native_parser(extract: Extract) -> Parser:
+    """A parser for calls in a model family's own format; thinking and the done signal are read as ever."""
+
+    def parse(text: str) -> Turn:
+        found, outside = extract(_without_thinking(text))
+        calls: list[ToolCall] = []
+        error: str | None = None
+        for name, arguments in found:
+            call, error = _checked({"name": name, "arguments": _native_arguments(arguments)})
+            if error is not None:
+                break
+            calls.append(call)
+        return _turn(calls, outside, error)
+
+    return parse
+
+
+def _native_arguments(text: str) -> Any:
+    try:
+        return _DECODER.decode(text.strip() or "{}")
+    except (ValueError, RecursionError):
+        return text  # refused as "not an object"
+
+
+def _without_thinking(text: str) -> str:
+    visible = _THINK.sub("", text)
+    # A template may open the thinking block in the prompt, so only its end is sampled.
+    return visible.rsplit("</think>", 1)[1] if "</think>" in visible else visible
+
+
+def _turn(calls: list[ToolCall], outside: str, error: str | None) -> Turn:
+    done = DONE in outside.lower()
+    answer = re.sub(re.escape(DONE), "", outside, flags=re.IGNORECASE).strip()
     return Turn(calls=tuple(calls), done=done and error is None, answer=answer, error=error)
 
 
@@ -75,26 +119,34 @@ def _read_call(text: str, start: int, tag: str) -> tuple[ToolCall | None, int, s
     stripped = body.lstrip()
     offset = start + len(body) - len(stripped)
     try:
-        value, end = json.JSONDecoder().raw_decode(stripped)
+        value, end = _DECODER.raw_decode(stripped)
     except (ValueError, RecursionError):
         value, end = _decode_repaired(stripped, tag)
         if value is None:
             return None, offset, f"the text after <{tag}> is not a complete JSON object"
-    if not isinstance(value, dict):
-        return None, offset, f"a tool call must be a JSON object, not {_kind(value)}"
-    name = value.get("name", value.get("tool"))
-    if not isinstance(name, str) or not name:
-        return None, offset, "a tool call needs a string 'name'"
-    arguments = value.get("arguments", value.get("params", {}))
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        return None, offset, f"'arguments' must be a JSON object, not {_kind(arguments)}"
+    call, error = _checked(value)
+    if error is not None:
+        return None, offset, error
     position = offset + end
     closing = re.match(rf"\s*\}}{{0,{MAX_REPAIRED_BRACES}}}\s*</{tag}>", text[position:])
     if closing is not None:
         position += closing.end()
-    return ToolCall(name, arguments), position, None
+    return call, position, None
+
+
+def _checked(value: Any) -> tuple[ToolCall | None, str | None]:
+    """A decoded call as such, or what is wrong with it."""
+    if not isinstance(value, dict):
+        return None, f"a tool call must be a JSON object, not {_kind(value)}"
+    name = value.get("name", value.get("tool"))
+    if not isinstance(name, str) or not name:
+        return None, "a tool call needs a string 'name'"
+    arguments = value.get("arguments", value.get("params", {}))
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return None, f"'arguments' must be a JSON object, not {_kind(arguments)}"
+    return ToolCall(name, arguments), None
 
 
 def _decode_repaired(text: str, tag: str) -> tuple[Any, int]:
@@ -103,7 +155,7 @@ def _decode_repaired(text: str, tag: str) -> tuple[Any, int]:
     body = (text if close < 0 else text[:close]).rstrip()
     for missing in range(1, MAX_REPAIRED_BRACES + 1):
         try:
-            value = json.loads(body + "}" * missing)
+            value = _DECODER.decode(body + "}" * missing)
         except (ValueError, RecursionError):
             continue
         return value, len(body)

@@ -89,6 +89,10 @@ class Trajectory:
 
     ``ids``, ``mask`` and ``logprobs`` have one entry per token of prompt and response. ``mask`` is 1 exactly on the
     sampled tokens; ``logprobs`` is the engine's log-probability there (temperature applied) and 0 elsewhere.
+
+    Where the policy rewrote its history (see :mod:`actors.context_tools`) the arrays hold several sequences one after
+    the other, which begin at ``starts``: the learner trains each on its own, all with the trajectory's advantage. Every
+    sampled token is in one of them only; what a later sequence repeats of an earlier one is context.
     """
 
     trajectory_id: str
@@ -110,6 +114,11 @@ class Trajectory:
     duration_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)  # seconds by phase: provision, reset, generate, ...
     messages: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+
+    def sequences(self) -> list[slice]:
+        """Where each sequence lies in ``ids``, ``mask`` and ``logprobs``."""
+        return [slice(a, b) for a, b in zip(self.starts, [*self.starts[1:], len(self.ids)], strict=True)]
 
     def validate(self) -> None:
         """Raise ``ValueError`` where the arrays, the mask or the spans contradict each other."""
@@ -126,6 +135,10 @@ class Trajectory:
             covered = span.end
         if covered != sampled:
             raise ValueError(f"{self.trajectory_id}: spans cover {covered} of {sampled} sampled tokens")
+        if self.starts[0] != 0 or any(part.start >= part.stop for part in self.sequences()[:-1]):
+            raise ValueError(f"{self.trajectory_id}: sequences cannot begin at {self.starts} in {tokens} tokens")
+        if any(self.mask[start : start + 1].any() for start in self.starts):
+            raise ValueError(f"{self.trajectory_id}: a sequence begins with a sampled token")
         if self.mask[: self.prompt_length].any():
             raise ValueError(f"{self.trajectory_id}: the mask covers prompt tokens")
 

@@ -50,11 +50,13 @@ def run_pipeline(config: RunConfig, groups: int, warm_up: int) -> tuple[float, l
 
 def requests_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
     """The requests of an episode: each turn's prompt ids, and how many tokens were sampled for it."""
-    mask = trajectory.mask.astype(np.int8)
-    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
-    ends = np.flatnonzero(np.diff(mask, append=0) == -1) + 1
-    ids = trajectory.ids.tolist()
-    return [(ids[:start], int(end - start)) for start, end in zip(starts, ends, strict=True)]
+    requests = []
+    for part in trajectory.sequences():
+        mask, ids = trajectory.mask[part].astype(np.int8), trajectory.ids[part].tolist()
+        starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+        ends = np.flatnonzero(np.diff(mask, append=0) == -1) + 1
+        requests += [(ids[:start], int(end - start)) for start, end in zip(starts, ends, strict=True)]
+    return requests
 
 
 def run_raw(config: RunConfig, trajectories: list[Trajectory]) -> float:

@@ -58,10 +58,17 @@ def model(arguments: list[str]) -> int:
     return 0
 
 
+def leases(arguments: list[str]) -> int:
+    from deploy.leases import main as manage_leases
+
+    return manage_leases(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "train a policy: CONFIG [--dotted.key value ...], the same as python -m train.run"),
     "validate-config": (validate_config, "check a configuration and print it in full: CONFIG [--dotted.key value ...]"),
     "model": (model, "make a model folder: smollm2 DIR"),
+    "leases": (leases, "what runs of this account hold at the control plane: list, clean; see its --help"),
     "local-fleet": (local_fleet, "serve a local Fleet over HTTP: --port N; see its --help"),
 }
 

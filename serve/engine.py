@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import json
 import logging
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -451,6 +452,41 @@ async def _give_up(building: asyncio.Task, others: set[Any]) -> None:
 def _kill(processes: Iterable[Any]) -> None:
     for process in processes:
         process.kill()
+
+
+def native_tool_calls(name: str, tokenizer: Any) -> Callable[[str], Callable[[str], tuple[list[tuple[str, str]], str]]]:
+    """vLLM's reader of a model family's own tool-call format, without an engine.
+
+    Returns:
+        A function of a list of tools (OpenAI format, as JSON text) that returns a function of a turn's text, special
+        tokens included: its calls as (name, arguments as JSON text), and the text around them.
+
+    Raises:
+        ValueError: there is no such parser, or the tokenizer lacks what the format needs.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        parser_class = ToolParserManager.get_tool_parser(name)
+        parser_class(tokenizer)
+    except Exception as error:
+        # Each of vLLM's parsers has its own way of saying that it does not fit the tokenizer.
+        raise ValueError(f"tool_call_format '{name}': {str(error) or type(error).__name__}") from None
+
+    @lru_cache(maxsize=64)
+    def extract_with(tools: str) -> Callable[[str], tuple[list[tuple[str, str]], str]]:
+        request = ChatCompletionRequest(messages=[], model="policy", tools=json.loads(tools) or None)
+        parser = parser_class(tokenizer, request.tools)
+
+        def extract(text: str) -> tuple[list[tuple[str, str]], str]:
+            found = parser.extract_tool_calls(text, request)
+            calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+            return calls, found.content or ""
+
+        return extract
+
+    return extract_with
 
 
 def generate_offline(

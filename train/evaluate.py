@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.trajectory import Graded, Group, Trajectory
 
 
@@ -84,7 +86,7 @@ def dump_eval(directory: Path, result: EvalResult, groups: list[Group], prompter
 
 def _eval_line(trajectory: Trajectory, prompter: Any) -> dict[str, Any]:
     ids = [int(i) for i in trajectory.ids]
-    response = ids[trajectory.prompt_length :]
+    response = [i for part in trajectory.sequences() for i in ids[_first_new(trajectory, part) : part.stop]]
     score = [0.0] * len(response)
     if score:
         score[-1] = trajectory.reward
@@ -101,3 +103,10 @@ def _eval_line(trajectory: Trajectory, prompter: Any) -> dict[str, Any]:
         "env_extras": extras,
         "data_source": trajectory.env_key,
     }
+
+
+def _first_new(trajectory: Trajectory, part: slice) -> int:
+    """Where a sequence leaves what stands in an earlier one: at its prompt's end, or at its first sampled token."""
+    if part.start == 0:
+        return trajectory.prompt_length
+    return part.start + int(np.flatnonzero(trajectory.mask[part])[0])

@@ -194,10 +194,11 @@ class Rank:
         weights = _loss_weights(found, lengths, settings)
         vocabulary = self._lm.config.vocab_size
         samples = [
-            _sample(trajectory, advantage, weight, vocabulary)
+            sample
             for i, group in members.items()
             for trajectory, advantage, weight in zip(group, found[i], weights[i], strict=True)
             if weight
+            for sample in _samples(trajectory, advantage, weight, vocabulary)
         ]
         runs = split_by_tokens(samples, settings.tokens_per_microbatch)
         return _Work(
@@ -366,16 +367,22 @@ def _loss_weights(found: list[np.ndarray], lengths: list[list[int]], settings: L
     ]
 
 
-def _sample(trajectory: Trajectory, advantage: float, weight: float, vocabulary: int) -> Sample:
+def _samples(trajectory: Trajectory, advantage: float, weight: float, vocabulary: int) -> list[Sample]:
+    """One for each of the trajectory's sequences in which something was sampled."""
     trajectory.validate()
-    if trajectory.mask[0] or int(trajectory.ids.max()) >= vocabulary or int(trajectory.ids.min()) < 0:
-        raise LearnerError(
-            f"{trajectory.trajectory_id}: its first token is sampled, or an id is not in the vocabulary of {vocabulary}"
-        )
-    # A token drawn after an update attends to keys and values that older weights computed: its logprob is that of no
-    # single version. What it can be compared with is decided by the oldest version before it, the trajectory's first.
-    versions = np.full(int(trajectory.mask.sum()), trajectory.oldest_version, dtype=np.int64)
-    return Sample(trajectory.ids, trajectory.mask, trajectory.logprobs, versions, float(advantage), weight)
+    if int(trajectory.ids.max()) >= vocabulary or int(trajectory.ids.min()) < 0:
+        raise LearnerError(f"{trajectory.trajectory_id}: an id is not in the vocabulary of {vocabulary}")
+    samples = []
+    for part in trajectory.sequences():
+        mask = trajectory.mask[part]
+        # A token drawn after an update attends to keys and values that older weights computed: its logprob is that of
+        # no single version. What it can be compared with is decided by the oldest version before it, the trajectory's
+        # first.
+        versions = np.full(int(mask.sum()), trajectory.oldest_version, dtype=np.int64)
+        if len(versions):
+            ids, logprobs = trajectory.ids[part], trajectory.logprobs[part]
+            samples.append(Sample(ids, mask, logprobs, versions, float(advantage), weight))
+    return samples
 
 
 def _shuffled(rewards: list[list[float]], seed: int) -> list[list[float]]:

@@ -222,7 +222,7 @@ def mismatch_metrics(log_ratio: np.ndarray, vetoed: np.ndarray, lag: np.ndarray)
     difference, k3 = np.abs(log_ratio), np.expm1(log_ratio) - log_ratio
     for value in np.unique(lag):
         chosen = lag == value
-        prefix = f"mismatch/lag_{value}/" if value else "mismatch/"
+        prefix = f"mismatch/lag_{int(value)}/" if value else "mismatch/"
         metrics[f"{prefix}logp_abs_diff_mean"] = float(difference[chosen].mean())
         metrics[f"{prefix}k3_kl"] = float(k3[chosen].mean())
     if (lag == 0).any():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.envs.local_fleet.apps import APPLICATIONS
 from actors.envs.local_fleet.faults import FaultFileError, load_fault_plan
 from actors.prompt import Prompter, PromptError
 from actors.task import Task, TaskFileError
@@ -42,6 +43,7 @@ def check_inputs(config: RunConfig) -> Inputs:
     for task in (*train_tasks, *eval_tasks):
         if task.task_modality != "tool_use":
             raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
+    check_env_keys(config, {task.env_key: task for task in reversed((*train_tasks, *eval_tasks))})
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
     if config.environment.local_faults is not None:
@@ -49,8 +51,6 @@ def check_inputs(config: RunConfig) -> Inputs:
             load_fault_plan(config.environment.local_faults)
         except FaultFileError as error:
             raise ConfigError(str(error)) from None
-    if config.environment.fleet == "hosted" and not os.environ.get("FLEET_API_KEY"):
-        raise ConfigError("environment.fleet is 'hosted' but FLEET_API_KEY is not set; set it, or use 'local'")
     tokenizer = load_tokenizer(config.trainer.policy.model.path)
     generator = config.generator
     try:
@@ -66,6 +66,31 @@ def check_inputs(config: RunConfig) -> Inputs:
                 f"{generator.max_input_length}"
             )
     return Inputs(train_tasks, eval_tasks, tokenizer, prompter)
+
+
+def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
+    """Every environment the tasks name can be had: from an OpenEnv server, or from Fleet.
+
+    Args:
+        tasks: one task of each ``env_key``.
+    """
+    environment = config.environment
+    for env_key in environment.openenv:
+        if env_key not in tasks:
+            raise ConfigError(f"environment.openenv names '{env_key}', but no task has that env_key")
+    of_fleet = [task for env_key, task in tasks.items() if env_key not in environment.openenv]
+    if not of_fleet:
+        return
+    if environment.fleet == "hosted":
+        if not os.environ.get("FLEET_API_KEY"):
+            raise ConfigError("environment.fleet is 'hosted' but FLEET_API_KEY is not set; set it, or use 'local'")
+        return
+    for task in of_fleet:
+        if task.env_key not in APPLICATIONS:
+            raise ConfigError(
+                f"task {task.task_key}: env_key '{task.env_key}' is neither in environment.openenv nor an application "
+                f"of the local Fleet ({', '.join(APPLICATIONS)})"
+            )
 
 
 def check_model_folder(path: str) -> None:

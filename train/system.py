@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,10 +16,11 @@ from typing import Any
 import ray
 
 from actors.conductor import Conductor, ConductorSettings
-from actors.config import SamplingConfig
+from actors.config import LOCAL_OPENENV, SamplingConfig
 from actors.env_pool import EnvPool
 from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
+from actors.envs.local_server import LocalServerError, LocalServerProcess
 from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.task import Task
@@ -40,6 +42,7 @@ from train.publisher import WeightPublisher
 LOCAL_API_KEY = "sk-local"
 LOOPBACK = "127.0.0.1"
 CALL_TIMEOUT_S = 60.0
+RATE_WINDOW_S = 30.0
 END_TIMEOUT_S = 30.0
 Report = Callable[[dict[str, Any]], None]
 
@@ -59,9 +62,11 @@ class System:
         self._memory = PeakMemory()
         self._seen_steps = 0
         self._learner: LearnerHandle | None = None
+        self._pool: Any = None  # none where no task is Fleet's
+        self._pool_report: dict[str, Any] | None = None
         self._started = time.monotonic()
         self._first_rollout_s: float | None = None
-        self._rate = (time.monotonic(), 0)
+        self._sampled: deque[tuple[float, int]] = deque()  # when, and how many tokens by then
 
     def __enter__(self) -> System:
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,7 @@ class System:
             RunFailed: something did not start; what did start ends when the context is left.
         """
         report({"phase": "starting", "step": 0})
+        self._start_openenv()
         self._start_fleet()
         self._start_ray()
         self._start_data_plane()
@@ -87,9 +93,34 @@ class System:
         self._start_policy()
         self._start_workers()
 
+    def _start_openenv(self) -> None:
+        """The OpenEnv servers the run starts itself; of the others, the configuration has the URL."""
+        self._openenv: dict[str, str] = {}
+        for env_key, url in self._config.environment.openenv.items():
+            if url in LOCAL_OPENENV:
+                url = self._start_server(LOCAL_OPENENV[url], f"the OpenEnv server of '{env_key}'", env_key)
+            self._openenv[env_key] = url
+
+    def _start_server(self, module: str, what: str, name: str) -> str:
+        try:
+            server = LocalServerProcess(
+                module,
+                what,
+                host=_node_address(),
+                log_path=self._run_dir / f"{name}.log",
+                arguments=["--max-sessions", str(self._config.generator.max_inflight_episodes)],
+                start_timeout_s=CALL_TIMEOUT_S,  # importing OpenEnv's server takes seconds
+                ignore_sigterm=True,
+            )
+            return self._cleanup.enter_context(server).url
+        except LocalServerError as error:
+            raise RunFailed(str(error)) from None
+
     def _start_fleet(self) -> None:
         environment = self._config.environment
-        if environment.fleet == "hosted":
+        tasks = (*self._inputs.train_tasks, *self._inputs.eval_tasks)
+        self._uses_fleet = any(task.env_key not in environment.openenv for task in tasks)
+        if environment.fleet == "hosted" or not self._uses_fleet:
             self._api_key, self._base_url = None, environment.base_url
             return
         try:
@@ -143,7 +174,12 @@ class System:
             }
         )
         self._store = WeightStore.options(name="weight_store").remote(str(self._run_dir))
-        environment, deadlines = config.environment, generator.deadlines
+        if self._uses_fleet:
+            self._start_pool()
+
+    def _start_pool(self) -> None:
+        config = self._config
+        environment, deadlines = config.environment, config.generator.deadlines
         self._pool = EnvPool.options(name="env_pool").remote(
             PoolSettings(
                 run_name=config.name,
@@ -158,7 +194,6 @@ class System:
             self._api_key,
             self._base_url,
         )
-        self._pool_report: Any = None
         self._cleanup.callback(self._close_pool)
         _get(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
 
@@ -191,6 +226,9 @@ class System:
                     api_key=self._api_key,
                     base_url=self._base_url,
                     overlong_filtering=config.trainer.algorithm.overlong_filtering,
+                    openenv=self._openenv,
+                    openenv_max_sessions=config.environment.openenv_max_sessions,
+                    partial_reward=config.environment.partial_reward,
                 ),
                 self._policy,
                 self._pool,
@@ -310,12 +348,12 @@ class System:
         work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
         if work["error"] is not None:
             raise RunFailed(f"conductor: {work['error']}")
-        since, tokens = self._rate
         now = time.monotonic()
-        rate = None
-        if now - since >= 2.0:
-            rate = (work["sampled_tokens"] - tokens) / (now - since)
-            self._rate = (now, work["sampled_tokens"])
+        self._sampled.append((now, work["sampled_tokens"]))
+        while len(self._sampled) > 2 and now - self._sampled[1][0] > RATE_WINDOW_S:
+            self._sampled.popleft()
+        since, tokens = self._sampled[0]
+        rate = (work["sampled_tokens"] - tokens) / (now - since) if now - since >= 2.0 else None
         return {
             "phase": "training",
             "step": snapshot["trained_steps"],
@@ -361,7 +399,7 @@ class System:
         _try(self._conductor.stop_rollouts.remote(reason, END_TIMEOUT_S), END_TIMEOUT_S + 5)
 
     def _close_pool(self) -> None:
-        if self._pool_report is None:
+        if self._pool is not None and self._pool_report is None:
             report = _try(self._pool.close_all.remote(), CALL_TIMEOUT_S)
             stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S) or {}
             counters = {name: stats.get(name) for name in ("made", "reused", "deleted", "expired", "lost", "failed")}
@@ -371,6 +409,8 @@ class System:
         return _get(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
 
     def _lease_counts(self) -> dict[str, Any]:
+        if self._pool is None:
+            return {}
         return _get(self._pool.stats.remote(), CALL_TIMEOUT_S, "instance pool")
 
 

@@ -30,6 +30,7 @@ def as_line(trajectory: Trajectory) -> dict[str, Any]:
         # The shortest decimal of each 32-bit number; reading it back gives the same number.
         "logprobs": [float(str(value)) for value in trajectory.logprobs],
         "prompt_length": trajectory.prompt_length,
+        "starts": trajectory.starts,
         "spans": [[span.version, span.start, span.end] for span in trajectory.spans],
         "stop_reason": trajectory.stop_reason.value,
         "outcome": OUTCOME_NAMES[type(trajectory.outcome)],

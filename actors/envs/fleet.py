@@ -17,11 +17,12 @@ import json
 import logging
 import math
 import threading
+import time
 import uuid
 import weakref
 import zipfile
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +47,7 @@ from actors.config import DeadlinesConfig
 from actors.envs.http_session import SessionTransport, close_http_session
 from actors.envs.mcp_tools import McpTools, ToolList, ToolResult
 from actors.envs.openenv_types import Action, Environment, EnvironmentMetadata, Observation, State
+from actors.envs.partial_reward import partial_reward
 from actors.task import Task, TaskFileError, load_tasks, parse_task
 from actors.trajectory import Graded, Outcome, Ungraded
 
@@ -55,6 +57,7 @@ SUBMIT = "submit_final_answer"
 JUDGE_ERROR = "JUDGE ERROR:"
 VERIFIER_TIMEOUT_S = 30  # for the verifier's own run; the SDK's default
 REQUEST_TIMEOUT_S = 30.0
+MAX_RETRY_AFTER_S = 60.0  # a Retry-After is obeyed up to this
 RELEASE_GRACE_S = 2.0  # a cancelled caller waits this long for what gives its instance back
 DEFAULT_TTL_S = {"tool_use": 900, "computer_use": 1800, "browser_use": 1800}
 # What the control plane says when trying again makes sense.
@@ -118,6 +121,23 @@ class Verification:
     execution_id: str | None
 
 
+class _HeedingTransport(SessionTransport):
+    """Remembers until when the other side asked for silence. The SDK drops that header on its way up."""
+
+    def __init__(self) -> None:
+        self.busy_until = 0.0  # monotonic seconds
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        after = response.headers.get("retry-after")
+        of_control_plane = request.url.path.startswith("/v1/")  # an instance's own runner speaks for itself only
+        if of_control_plane and response.status_code in (429, 503) and after is not None:
+            with suppress(ValueError):
+                seconds = min(httpx_retries.Retry().parse_retry_after(after), MAX_RETRY_AFTER_S)
+                self.busy_until = max(self.busy_until, time.monotonic() + seconds)
+        return response
+
+
 class FleetControl:
     """The SDK's asynchronous client with deadlines, pooled connections and failures that say whether to try again.
 
@@ -131,14 +151,15 @@ class FleetControl:
     """
 
     def __init__(self, api_key: str | None = None, base_url: str | None = None) -> None:
+        self._transport = _HeedingTransport()
         transport = httpx_retries.RetryTransport(
-            transport=SessionTransport(),
+            transport=self._transport,
             retry=httpx_retries.Retry(
                 total=2,
                 status_forcelist=[429, 502, 503, 504],
                 allowed_methods=["GET", "POST", "DELETE"],
                 backoff_factor=0.3,
-                max_backoff_wait=10.0,
+                max_backoff_wait=MAX_RETRY_AFTER_S,
             ),
         )
         self._http = httpx.AsyncClient(transport=transport, timeout=REQUEST_TIMEOUT_S)
@@ -218,6 +239,10 @@ class FleetControl:
         """Keep an instance alive; returns the epoch second by which the next heartbeat must arrive, if there is one."""
         async with self._guard(f"heartbeat of {instance_id}", timeout_s):
             return (await self._sdk.heartbeat(instance_id)).deadline_timestamp
+
+    def busy_s(self) -> float:
+        """Seconds for which the control plane asked, by ``Retry-After``, to be left alone; 0 if it did not."""
+        return max(0.0, self._transport.busy_until - time.monotonic())
 
     async def account(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Account:
         async with self._guard("reading the account", timeout_s):
@@ -424,8 +449,11 @@ def _bundle(source: str) -> bytes:
     return buffer.getvalue()
 
 
-def read_grade(verification: Verification) -> Outcome:
-    """A verification as an outcome: only a run that succeeded, with no judge error, grades."""
+def read_grade(verification: Verification, partial: bool = False) -> Outcome:
+    """A verification as an outcome: only a run that succeeded, with no judge error, grades.
+
+    ``partial``: a grade of 0 becomes the share that :func:`partial_reward` reads from the output, if it can.
+    """
     judge = next((line for line in verification.stdout.splitlines() if line.startswith(JUDGE_ERROR)), None)
     if judge is not None:
         return Ungraded(f"the judge failed: {judge.removeprefix(JUDGE_ERROR).strip()}")
@@ -440,7 +468,10 @@ def read_grade(verification: Verification) -> Outcome:
         reward = float(result)
     except (TypeError, ValueError):
         return Ungraded(f"the verifier returned {str(result)[:100]!r}, which is not a number")
-    return Graded(reward) if math.isfinite(reward) else Ungraded(f"the verifier returned {reward}")
+    if not math.isfinite(reward):
+        return Ungraded(f"the verifier returned {reward}")
+    share = partial_reward(verification.stdout) if partial and reward == 0 else None
+    return Graded(reward if share is None else share)
 
 
 def _one_line(text: str) -> str:
@@ -537,6 +568,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         deadlines: seconds by phase: ``provision``, ``reset``, ``step``, ``verify``, ``close``.
         verify_backoff_s: pauses before each further attempt at grading.
         run_id: written on an instance made here.
+        partial_reward: see :func:`read_grade`.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -555,8 +587,10 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         deadlines: DeadlinesConfig | None = None,
         verify_backoff_s: tuple[float, ...] = (3.0, 6.0, 12.0),
         run_id: str | None = None,
+        partial_reward: bool = False,
     ) -> None:
         super().__init__()
+        self._partial_reward = partial_reward
         self.task = task_config if isinstance(task_config, Task) else parse_task(task_config, "task_config")
         self._api_key = api_key
         self._base_url = base_url
@@ -820,7 +854,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
                 outcome: Outcome = Ungraded(str(failure))
                 self._clean = self._clean and not failure.unknown
             else:
-                outcome = read_grade(self.verification)
+                outcome = read_grade(self.verification, self._partial_reward)
             if isinstance(outcome, Graded):
                 return outcome
             self._last_failure = outcome

@@ -62,17 +62,24 @@ def _logprobs(lm, ids: np.ndarray, temperature: float) -> torch.Tensor:
 
 
 def _group(number: int, lm, samples: int = 4, equal_rewards: bool = False) -> Group:
-    """A group of two-turn trajectories; behaviour logprobs are the model's, disturbed so that some ratios clip."""
+    """A group of two-turn trajectories; behaviour logprobs are the model's, disturbed so that some ratios clip.
+
+    The second one rewrote its history: a second sequence repeats part of the first as context and adds a turn.
+    """
     rng = np.random.default_rng(number)
     prompt = np.concatenate([np.arange(30), rng.integers(0, VOCAB, 5 + 3 * (number % 4))])
     trajectories = []
     for s in range(samples):
         turns = [rng.integers(0, VOCAB, n) for n in rng.integers(2, 12, 3)]
-        ids = np.concatenate([prompt, *turns]).astype(np.int32)
-        mask = np.repeat([0, 1, 0, 1], [len(prompt), *map(len, turns)]).astype(np.uint8)
+        sequences = [([prompt, *turns], [0, 1, 0, 1])]
+        if s == 1:
+            sequences.append(([prompt, turns[2], rng.integers(0, VOCAB, 4), rng.integers(0, VOCAB, 5)], [0, 0, 0, 1]))
+        ids = [np.concatenate(parts).astype(np.int32) for parts, _ in sequences]
+        mask = np.concatenate([np.repeat(kept, list(map(len, parts))) for parts, kept in sequences]).astype(np.uint8)
         with torch.no_grad():
-            exact = np.concatenate([[0.0], _logprobs(lm, ids, SETTINGS["temperature"]).numpy()])
-        logprobs = np.where(mask, exact + rng.normal(0, 0.2, len(ids)), 0).astype(np.float32)
+            scored = [_logprobs(lm, one, SETTINGS["temperature"]).numpy() for one in ids]
+        exact = np.concatenate([part for one in scored for part in ([0.0], one)])
+        logprobs = np.where(mask, exact + rng.normal(0, 0.2, len(mask)), 0).astype(np.float32)
         reward = 1.0 if equal_rewards else float(s % 2 or number % 2 and s == 0)
         trajectories.append(
             Trajectory(
@@ -81,7 +88,8 @@ def _group(number: int, lm, samples: int = 4, equal_rewards: bool = False) -> Gr
                 env_key="env",
                 group_id=number,
                 sample_index=s,
-                ids=ids,
+                ids=np.concatenate(ids),
+                starts=[0, len(ids[0])][: len(ids)],
                 mask=mask,
                 logprobs=logprobs,
                 prompt_length=len(prompt),
@@ -225,10 +233,12 @@ def _reference_weights(model_path: Path, batches: list[list[Group]]) -> list[dic
         tokens = sum(int(t.mask.sum()) for t, _ in trained)
         loss = 0.0
         for trajectory, advantage in trained:
-            chosen = torch.from_numpy(trajectory.mask[1:] == 1)
-            logprobs = _logprobs(lm, trajectory.ids, SETTINGS["temperature"])[chosen]
-            ratio = (logprobs - torch.from_numpy(trajectory.logprobs[1:])[chosen]).exp()
-            loss = loss - _clipped(ratio, float(advantage)).sum() / tokens
+            ends = [*trajectory.starts[1:], len(trajectory.ids)]
+            for begin, end in zip(trajectory.starts, ends, strict=True):
+                chosen = torch.from_numpy(trajectory.mask[begin + 1 : end] == 1)
+                logprobs = _logprobs(lm, trajectory.ids[begin:end], SETTINGS["temperature"])[chosen]
+                ratio = (logprobs - torch.from_numpy(trajectory.logprobs[begin + 1 : end])[chosen]).exp()
+                loss = loss - _clipped(ratio, float(advantage)).sum() / tokens
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), SETTINGS["max_grad_norm"])
@@ -363,34 +373,44 @@ def _next_token(lm, prompt: np.ndarray) -> np.ndarray:
     return torch.softmax(logits / SETTINGS["temperature"], dim=-1).numpy()
 
 
-def _chance_after_learning(folder: Path, model_path: Path, **settings) -> tuple[float, float]:
-    """Chance of a rewarded token, before and after ten on-policy steps: exact, from the weights."""
-    prize = np.arange(VOCAB) % 2 == 0
-    lm = AutoModelForCausalLM.from_pretrained(model_path)
+class Lottery:
+    """A learner that is fed on-policy lotteries; the chance of a rewarded token is exact, from its weights."""
 
-    def chance() -> float:
-        return float(np.mean([_next_token(lm, np.arange(10 + n))[prize].sum() for n in range(4)]))
+    STEPS = 10
+    PRIZE = np.arange(VOCAB) % 2 == 0
 
-    before, steps = chance(), 10
-    run = Run(
-        folder, model_path, _buffer([], batch_size=4), total_steps=steps, **{"lr": 3e-3, "weight_decay": 0.0} | settings
-    )
-    for step in range(1, steps + 1):
-        _commit(run.buffer, _lottery(lm, step - 1, prize))
-        if step < steps:
-            run.wait(lambda step=step: len(run.metrics) == step)
+    def __init__(self, folder: Path, model_path: Path, **settings) -> None:
+        self.lm = AutoModelForCausalLM.from_pretrained(model_path)
+        settings = {"total_steps": self.STEPS, "lr": 3e-3, "weight_decay": 0.0} | settings
+        self.run = Run(folder, model_path, _buffer([], batch_size=4), **settings)
+
+    @property
+    def chance(self) -> float:
+        return float(np.mean([_next_token(self.lm, np.arange(10 + n))[self.PRIZE].sum() for n in range(4)]))
+
+    def draw(self, step: int) -> None:
+        _commit(self.run.buffer, _lottery(self.lm, step - 1, self.PRIZE))
+
+    def learn(self, step: int) -> None:
+        if step < self.STEPS:
+            self.run.wait(lambda: len(self.run.metrics) == step)
         else:
-            run.end()
-        lm.load_state_dict(run.weights(step), strict=False)
-    return before, chance()
+            self.run.end()
+        self.lm.load_state_dict(self.run.weights(step), strict=False)
 
 
 def test_rewards_are_learned_and_shuffled_rewards_are_not(model_path, tmp_path):
-    before, rewarded = _chance_after_learning(tmp_path / "rewarded", model_path)
-    _, shuffled = _chance_after_learning(tmp_path / "shuffled", model_path, shuffle_rewards=True)
+    rewarded = Lottery(tmp_path / "rewarded", model_path)
+    shuffled = Lottery(tmp_path / "shuffled", model_path, shuffle_rewards=True)
+    before = rewarded.chance
+    for step in range(1, Lottery.STEPS + 1):
+        for lottery in (rewarded, shuffled):
+            lottery.draw(step)
+        for lottery in (rewarded, shuffled):
+            lottery.learn(step)
     assert before == pytest.approx(0.5, abs=0.05)
-    assert rewarded > 0.8
-    assert abs(shuffled - before) < (rewarded - before) / 3
+    assert rewarded.chance > 0.8
+    assert abs(shuffled.chance - before) < (rewarded.chance - before) / 3
 
 
 def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_path, groups, tmp_path):

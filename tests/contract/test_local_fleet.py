@@ -46,7 +46,7 @@ from actors.envs.local_fleet.application import Tool, ToolError
 from actors.envs.local_fleet.faults import Fault, FaultFileError, FaultInjector, FaultPlan, load_fault_plan
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.envs.local_fleet.server import FOLDER_PREFIX, Settings, create_app
-from actors.envs.local_fleet.verifier_worker import Database
+from actors.envs.local_fleet.verifier_worker import Database, can_limit_reading
 from actors.envs.local_fleet.verifiers import BundleStore, decode_arguments
 from actors.envs.local_fleet.wire import ApiError
 
@@ -459,6 +459,21 @@ async def test_a_bundle_is_uploaded_once(server: Server) -> None:
         ("import os; os.unlink('/etc/hostname')", "PermissionError"),
         ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9, 9))", "not allowed"),
         ("env.db('current').execute('DELETE FROM notes', ())", "readonly"),
+        ("import os; os.chmod('/tmp', 0o777)", "PermissionError"),
+        ("import os; os.truncate('/etc/hostname', 0)", "PermissionError"),
+        ("open('/proc/self/mem', 'rb+')", "PermissionError"),
+        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", "Operation not permitted"),
+        ("import mmap; mmap.mmap(-1, 1 << 30)", "annot allocate memory"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (9999, 9999))", "not allowed"),
+        (
+            "import threading\n    def burn():\n        while True: pass\n"
+            "    for _ in range(4): threading.Thread(target=burn).start()\n    burn()",
+            "killed",
+        ),
+        (
+            "import sqlite3; sqlite3.connect('/tmp/fleet-rl-forbidden').execute('CREATE TABLE t (x)')",
+            "unable to open database file",
+        ),
         ("import os; os.write(3, b'\\0\\0\\0\\2{}'); import time; time.sleep(60)", "ended without a verdict"),
     ],
 )
@@ -499,6 +514,29 @@ async def test_sandboxed_code_sees_no_secret_of_the_server(server: Server) -> No
     names, descriptors = (await verify(env, code)).result
     assert set(names) <= {"PATH", "LANG", "TZ", "LC_CTYPE"}
     assert descriptors == ["0", "1", "2", "3", "4"], "null three times, the worker's socket, and the listing itself"
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(not can_limit_reading("/tmp"), reason="this kernel has no Landlock")
+async def test_sandboxed_code_reads_its_own_databases_and_no_other_file(server: Server, tmp_path: Path) -> None:
+    fleet = server.without_retries()
+    env, other = await fleet.make("notes"), await fleet.make("notes")
+    (tmp_path / "secret").write_text("swordfish")
+    (folder,) = _folders(os.getpid())
+    assert list(folder.glob("*.db")), "there is something to find"
+    attacks = [
+        f"return open({str(tmp_path / 'secret')!r}).read()",
+        f"return open({str(REPOSITORY / 'pyproject.toml')!r}).read()",
+        f"return open('/proc/{os.getpid()}/environ').read()",
+        "return open('/etc/passwd').read()",
+        f"import os; return os.listdir({str(folder)!r})",
+        "import os; return os.listdir('/')",
+    ]
+    for attack in attacks:
+        failed = await verify(env, f"def verify(env):\n    {attack}\n")
+        assert failed.success is False and "PermissionError" in failed.error["message"], (attack, failed)
+    reads = "import decimal, zoneinfo\ndef verify(env):\n    return env.db('seed').table('notes').count()\n"
+    assert (await verify(other, reads)).result == 3
 
 
 @pytest.mark.asyncio
@@ -728,6 +766,71 @@ async def test_tool_faults_strike_one_tool_only_and_before_it_runs(server: Serve
 
 
 @pytest.mark.asyncio
+async def test_half_a_body_is_a_broken_connection_after_the_effect(server: Server) -> None:
+    env = await server.fleet().make("notes")
+    server.arm({"route": "tool", "kind": "partial_body", "count": 1})
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add", "arguments": {"text": "tea"}}}
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(env.urls.root + "mcp", json=call)
+        assert (await texts(env))[-1] == "tea"
+        assert (await client.post(env.urls.root + "mcp", json=call)).json()["result"]["isError"] is False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [404, 502])
+async def test_an_instance_that_starts_slowly_is_running_but_not_reachable_at_first(
+    server: Server, status: int
+) -> None:
+    fleet = server.without_retries()
+    server.arm({"route": "make", "kind": "slow_start", "status": status, "seconds": 0.4, "count": 1})
+    slow, quick = await fleet.make("notes"), await fleet.make("notes")
+    call = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+    async with httpx.AsyncClient() as client:
+        for method, path in (("POST", "mcp"), ("POST", "api/v1/env/reset"), ("GET", "health")):
+            reply = await client.request(method, slow.urls.root + path, json=call if path == "mcp" else None)
+            assert reply.status_code == status, path
+            assert (await client.request(method, quick.urls.root + path, json=call)).status_code == 200
+        assert (await fleet.instance(slow.instance_id)).status == "running"
+        await asyncio.sleep(0.45)
+        assert (await client.post(slow.urls.root + "mcp", json=call)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_crash_of_the_sandbox_is_a_failure_and_the_next_verifier_has_a_new_one(server: Server) -> None:
+    env = await server.fleet().make("notes")
+    server.arm({"route": "verify", "kind": "verifier_crash", "count": 1})
+    code = "def verify(env):\n    import time; time.sleep(0.2)\n    return 1.0\n"
+    crashed, fine = await verify(env, code), await verify(env, code)
+    assert (crashed.success, crashed.result) == (False, None) and "worker was lost" in crashed.error["message"]
+    assert (fine.success, fine.result) == (True, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_judge_brownout_ends(server: Server) -> None:
+    env = await server.fleet().make("notes")
+    server.arm({"route": "verify", "kind": "judge_error", "after_s": 0, "for_s": 0.5})
+    code = "def verify(env):\n    return 1.0\n"
+    during = await verify(env, code)
+    await asyncio.sleep(0.55)
+    assert ("JUDGE ERROR" in during.stdout, (await verify(env, code)).result) == (True, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_scenario_sets_quota_and_time_to_live_until_the_next_one(server: Server) -> None:
+    fleet = server.without_retries()
+    httpx.post(f"{server.url}/_local/faults", json={"instance_limit": 1, "default_ttl_s": 1}).raise_for_status()
+    assert (await fleet.account()).instance_limit == 1
+    await fleet.make("notes")
+    with pytest.raises(FleetInstanceLimitError):
+        await fleet.make("notes")
+    await asyncio.sleep(1.1)
+    assert (await fleet.account()).instance_count == 0, "ended by the TTL of the scenario"
+    server.arm()
+    assert (await fleet.account()).instance_limit == LIMIT
+
+
+@pytest.mark.asyncio
 async def test_hanging_and_slow_replies_hold_up_nobody_else(server: Server) -> None:
     env = await server.fleet().make("notes")
     server.arm(
@@ -833,7 +936,7 @@ def test_the_process_starts_in_two_seconds_and_serves_its_registered_application
             seconds.append(time.monotonic() - started)
             keys = [env.env_key for env in Fleet(api_key=KEY, base_url=fleet.url).list_envs()]
     assert min(seconds) < 2.0, seconds
-    assert "tracker" in keys
+    assert keys == ["tracker", "booking", "mail", "office"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -912,3 +1015,74 @@ def test_a_start_that_cannot_work_is_one_clear_line_and_code_2(tmp_path: Path) -
     assert code == 2 and said.count("\n") == 1 and "none.yaml" in said, said
     code, said = _failing_start("--host", "192.0.2.1")
     assert code == 2 and said.count("\n") == 1 and "192.0.2.1" in said, said
+
+
+NOTEBOOK = """
+from actors.envs.local_fleet.application import Tool
+
+
+class Notebook:
+    env_key, name, description, versions = "notebook", "Notebook", "Pages", ("v1.0.0",)
+    tools = (Tool("pages", "how many", {"type": "object", "properties": {}}, lambda c, a, v: {"pages": 3}),)
+
+    def seed(self, connection, data_key, data_version):
+        connection.execute("CREATE TABLE pages (id INTEGER PRIMARY KEY)")
+
+
+class Toolless(Notebook):
+    tools = ()
+
+
+class Clash(Notebook):
+    env_key = "mail"
+
+
+broken = 7
+"""
+
+
+def test_an_application_of_the_users_own_is_hosted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_notebook.py").write_text(NOTEBOOK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LocalFleetProcess(arguments=["--applications", "my_notebook:Notebook"]) as process:
+        fleet = Fleet(api_key=KEY, base_url=process.url)
+        assert "notebook" in [env.env_key for env in fleet.list_envs()]
+        env = fleet.make("notebook")
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "pages"}}
+        assert json.loads(httpx.post(env.urls.root + "mcp", json=call).json()["result"]["content"][0]["text"]) == {
+            "pages": 3
+        }
+        env.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("my_notebook", "expected MODULE:ATTRIBUTE"),
+        ("no_such_module:App", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("my_notebook:Missing", "has no attribute 'Missing'"),
+        ("my_notebook:broken", "it has no 'env_key'"),
+        ("my_notebook:Toolless", "'tools' must be"),
+        ("my_notebook:Clash", "'mail' is hosted already"),
+    ],
+)
+def test_an_application_that_cannot_be_hosted_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
+) -> None:
+    (tmp_path / "my_notebook.py").write_text(NOTEBOOK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, said = _failing_start("--applications", name)
+    assert code == 2 and said.count("\n") == 1 and reason in said and name in said, said
+
+
+@pytest.mark.asyncio
+async def test_versions_of_an_application_differ_in_their_tools() -> None:
+    with LocalFleetProcess() as process:
+        fleet = AsyncFleet(api_key=KEY, base_url=process.url)
+        found = {}
+        for version in ("v1.0.0", "v1.1.0"):
+            env = await fleet.make(f"booking:{version}", data_key="tower:s1")
+            async with tools_of(env) as tools:
+                found[version] = {tool.name for tool in (await tools.list_tools()).tools}
+            await env.close()
+    assert found["v1.1.0"] - found["v1.0.0"] == {"invite_guest"}

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.task import Task, TaskFileError, load_tasks
+from actors.task import Task, TaskFileError, load_tasks, parse_task
 from train.config import DataConfig
 from train.data.sampler import TaskSampler
 from train.data.splits import load_split, unit_hash
@@ -58,6 +58,27 @@ def test_a_malformed_file_names_task_and_field_in_one_line(tmp_path, value, part
     assert "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value)
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = st.sampled_from([*Task.model_fields, "key", "env_id", "version", "verifier_func", "anything"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes=st.dictionaries(FIELDS, JUNK, max_size=4), left_out=st.sets(FIELDS, max_size=2))
+def test_whatever_stands_in_a_task_it_is_read_or_refused_in_one_line(changes, left_out):
+    raw = {key: value for key, value in (GOOD | changes).items() if key not in left_out}
+    try:
+        task = parse_task(raw, "tasks.json, task 0")
+    except TaskFileError as error:
+        assert str(error).startswith("tasks.json, task 0") and "field '" in str(error) and "\n" not in str(error)
+    else:
+        assert task.task_key and task.prompt and task.env_key
+        assert task.task_modality in ("tool_use", "computer_use", "browser_use")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -6,13 +6,15 @@ import asyncio
 import time
 import uuid
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
+from itertools import pairwise
 
 import pytest
 
-from actors.env_pool_core import EnvPoolCore, NoInstance, PoolSettings, delete_instances
+from actors.env_pool_core import EnvPoolCore, Lease, NoInstance, PoolSettings, delete_instances
 from actors.envs.fleet import FleetControl, FleetFailure, close_clients
 from actors.envs.local_fleet.process import LocalFleetProcess
-from actors.lease_table import EnvSpec
+from actors.lease_table import EnvSpec, SlotState, load_slots
 from tests.fleet_faults import KEY, LocalFleet
 
 LIMIT = 4
@@ -268,8 +270,65 @@ async def test_after_repeated_failures_an_environment_rests_and_then_serves_agai
         with pytest.raises(NoInstance, match="could not be made lately"):
             await core.acquire(SPEC, 0.3)
         assert local_fleet.struck() == seen, "nothing is asked for while it rests"
+        assert core.stats()["breakers"]["tracker"]["state"] == "open"
         local_fleet.arm()
         await core.acquire(SPEC, 5)
+        breaker = core.stats()["breakers"]["tracker"]
+        assert [t["after"] for t in breaker["transitions"]] == ["open", "half_open", "closed"]
+        assert [t["attempt_id"] for t in breaker["transitions"]] == ["make-2", "make-3", "make-3"]
+
+
+async def test_a_trial_asks_once_and_its_failure_makes_the_pause_longer(local_fleet):
+    clock = Clock()
+    async with pool(local_fleet, clock, breaker_failures=1, breaker_s=10, breaker_max_s=15, create_attempts=2) as core:
+        local_fleet.arm({"route": "make", "kind": "status", "status": 500})
+        with pytest.raises(NoInstance, match="injected fault"):
+            await core.acquire(SPEC, 30)
+        waiting = [asyncio.create_task(core.acquire(SPEC, 30)) for _ in range(3)]
+        seen = local_fleet.struck()
+        for waited, more in ((9.0, 0), (1.0, 1), (14.0, 0)):
+            clock.ahead += waited
+            await asyncio.sleep(0.3)
+            assert local_fleet.struck() - seen == more
+            seen += more
+        local_fleet.arm()
+        clock.ahead += 1.0
+        served = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in served] == [NoInstance, Lease, Lease], "the trial was the first one's"
+
+
+async def test_requests_that_are_wrong_do_not_shut_an_environment(local_fleet):
+    async with pool(local_fleet, breaker_failures=2) as core:
+        for number in range(4):
+            with pytest.raises(NoInstance):
+                await core.acquire(EnvSpec("tracker", f"v9.0.{number}"), 5)
+        assert core.stats()["breakers"]["tracker"]["state"] == "closed"
+        await core.acquire(SPEC, 5)
+
+
+async def test_makes_are_spread_in_time(local_fleet):
+    async with pool(local_fleet, create_interval_s=0.3, max_instances=4) as core:
+        begun = time.monotonic()
+        await asyncio.gather(*(core.acquire(SPEC, 30) for _ in range(4)))
+        made = sorted(i["created_at"] for i in local_fleet.instances(core._settings.run_id))
+        moments = [datetime.fromisoformat(moment).timestamp() for moment in made]
+        # Each pause is drawn between nothing and twice the mean.
+        assert 0.05 < time.monotonic() - begun < 3 * 0.6 + 2
+        assert max(after - before for before, after in pairwise(moments)) > 0.03
+
+
+async def test_a_retry_after_silences_all_makes_not_only_the_one_that_was_told(local_fleet):
+    async with pool(local_fleet) as core:
+        local_fleet.arm({"route": "make", "kind": "status", "status": 429, "retry_after_s": 2, "count": 1})
+        told = asyncio.create_task(core.acquire(SPEC, 30))
+        await eventually(lambda: local_fleet.struck() == 1)
+        begun = time.monotonic()
+        await asyncio.gather(told, *(core.acquire(OTHER, 30) for _ in range(3)))
+        made = local_fleet.instances(core._settings.run_id)
+        assert time.monotonic() - begun > 1.5 and len(made) == 4
+        first = min(datetime.fromisoformat(i["created_at"]).timestamp() for i in made)
+        assert first - (time.time() - (time.monotonic() - begun)) > 1.5
+        assert core.stats()["breakers"]["tracker"]["failures_in_a_row"] == 0
 
 
 # -- ends of leases
@@ -369,6 +428,53 @@ async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_flee
     assert await reborn.release(held.lease_id, reusable=True)
     assert (await reborn.acquire(SPEC, 5)).instance == held.instance
     assert (await reborn.close_all()).left == ()
+
+
+async def test_a_lease_that_is_asked_for_again_is_the_same_also_after_a_restart(local_fleet, tmp_path):
+    shared = settings(run_name="again-and-again", nonce="same", table_path=tmp_path / "leases.db", tick_s=60.0)
+    dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await dead.start()
+    lease = await dead.acquire(SPEC, 5, lease_id="mine")
+    assert await dead.acquire(SPEC, 5, lease_id="mine") == lease
+    await asyncio.sleep(0.2)  # the table is saved soon after a change, long before the next tick
+    dead._background.cancel()
+    reborn = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await reborn.start()
+    assert await reborn.acquire(SPEC, 5, lease_id="mine") == lease
+    assert local_fleet.running("again-and-again:") == [lease.instance["instance_id"]]
+    assert (await reborn.close_all()).left == ()
+
+
+async def test_whoever_is_told_of_a_lease_finds_it_on_disk(local_fleet, tmp_path):
+    path = tmp_path / "leases.db"
+    async with pool(local_fleet, table_path=path, tick_s=60.0, max_instances=1) as core:
+        run_id = core.stats()["run_id"]
+        lease = await core.acquire(SPEC, 5, owner="w")
+        assert [(s.lease_id, s.owner) for s in load_slots(path, run_id)] == [(lease.lease_id, "w")]
+        await core.release(lease.lease_id, reusable=True)
+        assert [s.state for s in load_slots(path, run_id)] == [SlotState.IDLE]
+        await core.acquire(SPEC, 5, owner="w")
+        await core.release_owner("w")
+        assert SlotState.LEASED not in [s.state for s in load_slots(path, run_id)]
+
+
+async def test_a_table_that_cannot_be_written_does_not_stop_the_lending(local_fleet, tmp_path):
+    async with pool(local_fleet, table_path=tmp_path) as core:
+        lease = await core.acquire(SPEC, 5)
+        assert await core.release(lease.lease_id, reusable=True)
+        assert core._counters["save_errors"] >= 1
+
+
+async def test_asking_again_while_one_waits_withdraws_the_earlier_request(local_fleet):
+    async with pool(local_fleet, max_instances=1) as core:
+        held = await core.acquire(OTHER, 5)
+        earlier = asyncio.create_task(core.acquire(SPEC, 30, lease_id="mine"))
+        await eventually(lambda: core.stats()["waiting"] == 1)
+        later = asyncio.create_task(core.acquire(SPEC, 30, lease_id="mine"))
+        with pytest.raises(NoInstance, match="asked for again"):
+            await earlier
+        await core.release(held.lease_id, reusable=False)
+        assert (await later).lease_id == "mine" and core.stats()["waiting"] == 0
 
 
 async def test_a_pool_of_another_run_of_the_same_name_deletes_instead(local_fleet, tmp_path):

@@ -1,16 +1,22 @@
 """An episode is token exact, is graded on every exit, and turns whatever goes wrong into one outcome."""
 
 import asyncio
+import json
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.config import DeadlinesConfig
-from actors.episode import Episode, EpisodeLimits, turn_seed
+from actors.context_tools import CONTEXT_TOOL_NAMES
+from actors.episode import DialogueRules, Episode, EpisodeLimits, turn_seed
 from actors.prompt import Prompter
 from actors.task import Task
+from actors.tool_calls import parse_turn
 from actors.trajectory import Graded, InfraFailed, Span, StopReason, Ungraded
 from serve.sampling import Completion, Sampling
 from tests.models import byte_tokenizer
@@ -29,19 +35,22 @@ class Room:
     step: object = None
     verdict: object = Graded(1.0)
     env_reward: float | None = None
+    tools: list = field(default_factory=list)
+    result: object = None
     calls: list = field(default_factory=list)
     graded_with: list = field(default_factory=list)
     closed: int = 0
 
     async def reset_async(self):
         await misbehave(self.reset)
-        return SimpleNamespace(tools=[])
+        return SimpleNamespace(tools=self.tools)
 
     async def step_async(self, action):
         await misbehave(self.step)
         self.calls.append(action)
         done = self.env_reward is not None
-        return SimpleNamespace(result={"seen": len(self.calls)}, error=None, done=done, reward=self.env_reward)
+        result = {"seen": len(self.calls)} if self.result is None else self.result
+        return SimpleNamespace(result=result, error=None, done=done, reward=self.env_reward)
 
     async def verify_async(self, final_answer, conversation):
         self.graded_with.append((final_answer, [m["role"] for m in conversation]))
@@ -84,7 +93,7 @@ class Script:
         )
 
 
-def episode(policy, room, *, provision=None, **limits):
+def episode(policy, room, *, provision=None, rules=None, **limits):
     deadlines = DeadlinesConfig(**limits.pop("deadlines", {}))
     settings = {"max_turns": 5, "max_input_length": 4000, "max_model_len": 6000} | limits
 
@@ -102,6 +111,7 @@ def episode(policy, room, *, provision=None, **limits):
         prompter=Prompter(TOKENIZER),
         limits=EpisodeLimits(deadlines=deadlines, **settings),
         sampling=Sampling(max_tokens=500, seed=11),
+        rules=rules or DialogueRules(),
     )
 
 
@@ -226,3 +236,206 @@ def test_cancelling_at_any_await_closes_the_environment(where):
 
     asyncio.run(scenario())
     assert room.closed == (where != "provision")
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def said_to(policy, turn):
+    """What the policy read before its turn number ``turn`` (0 is the first)."""
+    return TOKENIZER.decode(policy.prompts[turn])
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "string"}, "times": {"type": "integer", "minimum": 1}},
+            "required": ["at"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"at": 3}, "arguments['at']: 3 is not of type 'string'"),
+        ({}, "'at' is a required property"),
+        ({"at": "x", "times": "2"}, "arguments['times']: '2' is not of type 'integer'"),
+        ({"at": "x", "times": 0}, "arguments['times']: 0 is less than the minimum of 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_schema_are_answered_and_not_sent(arguments, said):
+    policy, room = Script(call("look", **arguments), "<done>"), Room(tools=[LOOK])
+    got = run(policy, room)
+    assert said in said_to(policy, 1) and room.calls == [] and got.tool_errors == 1
+
+
+def test_null_stands_for_an_argument_that_is_not_given():
+    policy, room = Script(call("look", at="x", times=None), "<done>"), Room(tools=[LOOK])
+    run(policy, room)
+    assert room.calls == [{"tool": "look", "params": {"at": "x", "times": None}}]
+
+
+@pytest.mark.parametrize(
+    ("rule", "carried_out", "said"),
+    [
+        ("first", ["a"], "only the first of the 2 tool calls"),
+        ("all", ["a", "b"], '{"seen":2}'),
+        ("error", [], "2 tool calls in one turn, and none was carried out"),
+    ],
+)
+def test_several_calls_in_a_turn_follow_the_rule(rule, carried_out, said):
+    policy, room = Script(call("look", at="a") + call("look", at="b"), "<done>"), Room(tools=[LOOK])
+    got = run(policy, room, rules=DialogueRules(multiple_tool_calls=rule))
+    assert [c["params"]["at"] for c in room.calls] == carried_out
+    assert said in said_to(policy, 1) and got.tool_calls == len(carried_out)
+
+
+def test_an_environment_that_ends_at_the_first_of_several_calls_gets_no_second():
+    policy, room = Script(call("look", at="a") + call("look", at="b")), Room(env_reward=1.0)
+    got = run(policy, room, rules=DialogueRules(multiple_tool_calls="all"))
+    assert len(room.calls) == 1 and got.stop_reason is StopReason.ENV_DONE
+
+
+def test_a_long_tool_output_is_cut_with_a_note_of_what_is_missing():
+    policy, room = Script(CALL, "<done>"), Room(result="x" * 5000)
+    run(policy, room, rules=DialogueRules(max_output_chars=1000))
+    assert "[the last 4,000 of 5,000 characters are cut]" in said_to(policy, 1)
+    assert "x" * 1000 in said_to(policy, 1) and "x" * 1001 not in said_to(policy, 1)
+
+
+def test_an_image_is_named_and_not_written_out():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 9999}}
+    policy, room = Script(CALL, "<done>"), Room(result=[{"type": "text", "text": "a door"}, image])
+    run(policy, room)
+    assert "a door\n[an image" in said_to(policy, 1) and "AAAA" not in said_to(policy, 1)
+
+
+CONTEXT = DialogueRules(context_tools=True, max_output_chars=100)
+
+
+def test_manage_context_really_shortens_the_next_prompt_and_keeps_system_and_task():
+    texts = [call("look", at=str(n)) for n in range(4)] + [call("manage_context", keep_recent_turns=1), "7<done>"]
+    policy, room = Script(*texts), Room(tools=[LOOK])
+    got = run(policy, room, max_turns=10, rules=CONTEXT)
+    before, after = policy.prompts[4], policy.prompts[5]
+    assert after[: got.prompt_length] == before[: got.prompt_length] == policy.prompts[0]
+    text = TOKENIZER.decode(after)
+    assert '"at": "3"' in text and "keep_recent_turns" in text and '"forgotten_turns":3' in text
+    assert all(f'"at": "{n}"' not in text for n in range(3))
+    assert len(room.calls) == 4 and got.outcome == Graded(1.0) and room.graded_with[0][0] == "7"
+
+
+def test_a_rewritten_history_is_a_new_sequence_and_every_sampled_token_is_trained_in_the_context_it_had():
+    texts = [call("look", at=str(n)) for n in range(4)] + [call("manage_context", keep_recent_turns=1), CALL, "7<done>"]
+    policy = Script(*texts)
+    got = run(policy, Room(tools=[LOOK]), max_turns=10, rules=CONTEXT)
+    first, second = got.sequences()
+    trained = []
+    for part in (first, second):
+        ids, mask = got.ids[part].tolist(), got.mask[part]
+        begins = [i for i in range(len(ids)) if mask[i] and not mask[i - 1]]
+        trained += [ids[:begin] for begin in begins]
+    assert trained == policy.prompts
+    sampled = [i for text in texts for i in [*TOKENIZER.encode(text), EOS]]
+    assert got.ids[got.mask == 1].tolist() == sampled and got.spans[-1].end == len(sampled)
+
+
+def test_forgotten_turns_and_cut_outputs_can_be_found_again():
+    found = Room(tools=[LOOK], result="a" * 6000 + "needle")
+    texts = [
+        CALL,
+        call("manage_context", keep_recent_turns=0),
+        call("search_history", pattern='"at":"x"'),
+        call("search_tool_output", pattern="n(e+)dle"),
+        call("view_tool_output", page=2),
+        call("check_context"),
+        "<done>",
+    ]
+    policy = Script(*texts)
+    got = run(policy, found, max_turns=9, rules=CONTEXT, max_input_length=9000, max_model_len=9999)
+    assert "[the last 5,906 of 6,006 characters are cut; view_tool_output shows them]" in said_to(policy, 1)
+    assert '"matches":1' in said_to(policy, 3) and "message 1 (assistant)" in said_to(policy, 3)
+    assert "output 1 (look)" in said_to(policy, 4) and "aneedle" in said_to(policy, 4)
+    assert '"pages":2,"text":"' + "a" * 1000 + "needle" in said_to(policy, 5)
+    assert '"max_turns":9' in said_to(policy, 6) and '"turn":6' in said_to(policy, 6)
+    assert len(found.calls) == 1 and got.tool_errors == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (call("view_tool_output"), "there is no tool output yet"),
+        (call("search_history", pattern="("), "not a regular expression"),
+        (call("search_history", pattern=""), "arguments['pattern']"),
+        (call("manage_context"), "'keep_recent_turns' is a required property"),
+        (call("manage_context", keep_recent_turns=-1), "less than the minimum"),
+    ],
+)
+def test_a_context_tool_that_cannot_do_it_says_why(text, said):
+    policy = Script(text, "<done>")
+    got = run(policy, Room(), rules=CONTEXT)
+    assert said in said_to(policy, 1) and got.tool_errors == 1
+
+
+def test_a_pattern_that_backtracks_for_ever_is_given_up():
+    policy = Script(call("look", at="a" * 3000 + "!"), call("search_history", pattern="(a|a|aa)+$"), "<done>")
+    run(policy, Room(), rules=CONTEXT, max_input_length=20_000, max_model_len=30_000)
+    assert "make it simpler" in said_to(policy, 2)
+
+
+def test_an_environments_own_tool_is_not_hidden_by_a_context_tool():
+    own = {"type": "function", "function": {"name": "check_context", "description": "", "parameters": {}}}
+    policy, room = Script(call("check_context"), "<done>"), Room(tools=[own])
+    run(policy, room, rules=CONTEXT)
+    assert [c["tool"] for c in room.calls] == ["check_context"]
+
+
+def test_without_the_option_no_context_tool_is_offered():
+    policy, room = Script("<done>"), Room(tools=[LOOK])
+    run(policy, room)
+    assert not any(name in said_to(policy, 0) for name in CONTEXT_TOOL_NAMES)
+
+
+def test_the_context_status_ends_every_observation():
+    policy = Script(CALL, CALL, "<done>")
+    run(policy, Room(), rules=DialogueRules(inject_context_status=True))
+    assert (
+        "turn 1/5]" in said_to(policy, 1)
+        and "turn 2/5]" in said_to(policy, 2)
+        and "/4,000 tokens" in said_to(policy, 2)
+    )
+
+
+def test_a_fault_of_ours_ends_the_episode_as_infra_failed_and_closes_the_environment():
+    room = Room(tools=[{"type": "function", "function": {}}])
+    got = run(Script("<done>"), room)
+    assert isinstance(got.outcome, InfraFailed) and "KeyError" in got.outcome.reason and room.closed == 1
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>", "<think>", "</think>", "<done>", "[done]"]
+    + ['{"name": "look", "arguments": {"at": "x"}}', '{"name"', "{", "}}", "[", "]", '"', "\\", ":", ",", "\n", "null"]
+    + ["9" * 5000, "-1e999", "NaN", '"\\ud800"', '{"name": "look", "arguments": {"at": "\\udc00"}}', "\u0000", "漢"]
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(PIECES | st.text(max_size=20), max_size=12).map("".join))
+def test_whatever_the_policy_writes_the_episode_ends_with_one_outcome(text):
+    room = Room(tools=[LOOK])
+    got = run(Script(text, "<done>"), room, max_input_length=40_000, max_model_len=50_000)
+    assert got.outcome == Graded(1.0) and got.stop_reason is StopReason.DONE and room.closed == 1
+
+
+def test_a_megabyte_of_text_is_read_in_a_second():
+    for text in ("<tool_call>" * 90_000, "{" * 1_000_000, "<tool_call>{" + '"a":{' * 200_000, "<think>" * 140_000):
+        begun = time.monotonic()
+        parse_turn(text)
+        assert time.monotonic() - begun < 1.0

@@ -250,10 +250,11 @@ def test_settings_that_make_no_sense_are_refused(wrong, message):
         LossSettings(**wrong)
 
 
-def test_mismatch_metrics_by_hand():
+@pytest.mark.parametrize("kind", [np.int64, np.float64])  # joined with a rank that has no token, lags are floats
+def test_mismatch_metrics_by_hand(kind):
     log_ratio = np.array([0.1, -0.2, np.nan, 0.4, 0.0, 0.5])
     vetoed = np.array([0, 0, 1, 1, 0, 0], bool)
-    metrics = mismatch_metrics(log_ratio, vetoed, lag=np.array([0, 0, 0, 1, 2, 2]))
+    metrics = mismatch_metrics(log_ratio, vetoed, lag=np.array([0, 0, 0, 1, 2, 2], kind))
     ratio = np.exp([0.1, -0.2, 0.4, 0.0, 0.5])
     k3 = ratio - 1 - np.log(ratio)
     expected = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from actors.envs.local_fleet.application import Application, Tool, ToolError
+from actors.envs.local_fleet.application import Application, Tool, ToolError, at_version
 from actors.envs.local_fleet.wire import ApiError
 
 REGIONS = ("us-west-1",)
@@ -215,6 +215,7 @@ class InstanceTable:
         self._stopped: OrderedDict[str, Instance] = OrderedDict()
         self._request_ids: OrderedDict[str, str] = OrderedDict()
         self.instance_limit = instance_limit
+        self.default_ttl_s = DEFAULT_TTL_S
 
     @property
     def running_count(self) -> int:
@@ -308,7 +309,7 @@ class InstanceTable:
             raise ApiError(400, f"Version '{version}' not found for '{body.env_key}'. Hosted here: {known}")
         if body.region is not None and body.region not in REGIONS:
             raise ApiError(400, f"Region {body.region} not supported. Please use {list(REGIONS)}")
-        return application, version
+        return at_version(application, version), version
 
     def _create(self, application: Application, version: str, body: MakeRequest) -> Instance:
         instance_id = secrets.token_hex(6)
@@ -320,7 +321,7 @@ class InstanceTable:
             seed_path=self._seeds.get(application, version, body.data_key, body.data_version),
             current_path=self._folder / f"{instance_id}.db",
             request=body,
-            expires_at=now + (body.ttl_seconds or DEFAULT_TTL_S),
+            expires_at=now + (body.ttl_seconds or self.default_ttl_s),
             heartbeat_due=now + body.heartbeat_interval if body.heartbeat_interval else None,
         )
         instance.open()

@@ -46,7 +46,7 @@ class McpEndpoint:
         self._table = table
         self._faults = faults
         self._stats = stats
-        self._toolboxes: dict[str, _Toolbox] = {}
+        self._toolboxes: dict[tuple[str, str], _Toolbox] = {}  # by env_key and version
 
     async def post(self, request: Request) -> Response:
         instance = self._table.get_running(request.path_params["instance_id"])
@@ -78,7 +78,7 @@ class McpEndpoint:
                 "serverInfo": {"name": instance.application.env_key, "version": instance.version},
             }
         if method == "tools/list":
-            return self._toolbox(instance.application).listing
+            return self._toolbox(instance).listing
         if method == "ping":
             return {}
         raise RpcError(METHOD_NOT_FOUND, f"method '{method}' is not offered")
@@ -98,7 +98,7 @@ class McpEndpoint:
     def _run(self, instance: Instance, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Call the tool. What goes wrong is told to the agent as a tool result, never as a broken request."""
         self._stats["tool_calls"] += 1
-        tool = self._toolbox(instance.application).by_name.get(name)
+        tool = self._toolbox(instance).by_name.get(name)
         try:
             if tool is None:
                 raise ToolError(f"unknown tool {name}")
@@ -116,10 +116,11 @@ class McpEndpoint:
         self._stats["tool_errors"] += 1
         return {"content": [{"type": "text", "text": text}], "isError": True}
 
-    def _toolbox(self, application: Application) -> _Toolbox:
-        toolbox = self._toolboxes.get(application.env_key)
+    def _toolbox(self, instance: Instance) -> _Toolbox:
+        key = (instance.application.env_key, instance.version)
+        toolbox = self._toolboxes.get(key)
         if toolbox is None:
-            toolbox = self._toolboxes[application.env_key] = _Toolbox(application)
+            toolbox = self._toolboxes[key] = _Toolbox(instance.application)
         return toolbox
 
 

@@ -29,6 +29,7 @@ from actors.envs.local_fleet import faults
 from actors.envs.local_fleet.application import Application
 from actors.envs.local_fleet.faults import FaultInjector, FaultPlan
 from actors.envs.local_fleet.instances import (
+    DEFAULT_TTL_S,
     PROFILE_ID,
     REGIONS,
     TEAM_ID,
@@ -197,14 +198,22 @@ def _base_url(request: Request) -> str:
 class LocalRoutes:
     """``/_local``: for tests and for a run's own accounting. Not part of the Fleet API; this machine only."""
 
-    def __init__(self, table: InstanceTable, injector: FaultInjector, stats: Counter[str]) -> None:
+    def __init__(self, table: InstanceTable, injector: FaultInjector, stats: Counter[str], instance_limit: int) -> None:
+        """``instance_limit``: where the scenario sets none."""
         self._table = table
         self._injector = injector
         self._stats = stats
+        self._instance_limit = instance_limit
         self._started = time.monotonic()
 
+    def play(self, plan: FaultPlan) -> None:
+        """Replace faults and limits by those of a scenario."""
+        self._injector.arm(plan)
+        self._table.instance_limit = plan.instance_limit or self._instance_limit
+        self._table.default_ttl_s = plan.default_ttl_s or DEFAULT_TTL_S
+
     async def set_faults(self, request: Request) -> Response:
-        self._injector.arm(await checked_body(request, FaultPlan))
+        self.play(await checked_body(request, FaultPlan))
         return JsonReply({"faults": self._injector.report()})
 
     async def get_faults(self, request: Request) -> Response:
@@ -253,9 +262,11 @@ def create_app(applications: Mapping[str, Application], settings: Settings | Non
     settings = settings or Settings()
     folder = Path(tempfile.gettempdir()) / f"{FOLDER_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     stats: Counter[str] = Counter()
-    injector = FaultInjector(settings.faults, stats)
+    injector = FaultInjector(FaultPlan(), stats)
     table = InstanceTable(applications, folder, settings.instance_limit, stats)
     sandbox = VerifierSandbox(folder, settings.verifier_workers, settings.verifier_timeout_s)
+    local = LocalRoutes(table, injector, stats, settings.instance_limit)
+    local.play(settings.faults)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -278,7 +289,7 @@ def create_app(applications: Mapping[str, Application], settings: Settings | Non
             Runner(table, stats),
             McpEndpoint(table, injector, stats),
             Verifiers(table, sandbox, settings.verifier_timeout_s, stats),
-            LocalRoutes(table, injector, stats),
+            local,
         ),
         lifespan=lifespan,
         max_body_size=MAX_BODY_BYTES,
@@ -339,8 +350,8 @@ def _routes(
         on("GET", f"{manager}/resources", runner.resources, "resources"),
         on("GET", f"{manager}/resources/sqlite/{{database}}/describe", runner.describe, "describe"),
         on("POST", f"{manager}/resources/sqlite/{{database}}/query", runner.query, "query"),
-        on("GET", f"{manager}/health", runner.health),
-        on("GET", f"{root}/health", runner.health),
+        on("GET", f"{manager}/health", runner.health, "health"),
+        on("GET", f"{root}/health", runner.health, "health"),
         on("POST", "/_local/faults", local.set_faults),
         on("GET", "/_local/faults", local.get_faults),
         on("GET", "/_local/instances", local.instances),

@@ -1,7 +1,7 @@
 """A small pool of worker processes that run verifiers, which are other people's code, away from this server.
 
 What a verifier cannot do there is written in :mod:`.verifier_worker`: no network, no other processes, no writing of
-files, bounded CPU, memory and wall time. It can still read files that this user can read.
+files, no reading but of Python itself and its own databases, bounded CPU, memory and wall time.
 """
 
 from __future__ import annotations
@@ -66,17 +66,21 @@ class VerifierSandbox:
         longest any verification asks for; it bounds the CPU time of a worker's child."""
         self._workers = workers
         self._command = (sys.executable, "-I", "-B", str(_PROGRAM), str(folder), str(timeout_s), str(memory_bytes))
-        self._jobs: asyncio.Queue[tuple[Verification, asyncio.Future[Verdict]]] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[Verification, bool, asyncio.Future[Verdict]]] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the workers, without waiting for them: they are warm some 50 ms later."""
         self._slots = [asyncio.create_task(self._keep_slot()) for _ in range(self._workers)]
 
-    async def run(self, verification: Verification) -> Verdict:
-        """Run one verifier. It always ends, with a verdict, within its time-out plus the wait for a worker."""
+    async def run(self, verification: Verification, crash: bool = False) -> Verdict:
+        """Run one verifier. It always ends, with a verdict, within its time-out plus the wait for a worker.
+
+        Args:
+            crash: kill the worker once it has the verifier, which is a fault that users can order.
+        """
         future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait((verification, future))
+        self._jobs.put_nowait((verification, crash, future))
         limit_s = verification.timeout_s + _ANSWER_MARGIN_S + _QUEUE_LIMIT_S
         try:
             return await asyncio.wait_for(future, limit_s)
@@ -88,7 +92,7 @@ class VerifierSandbox:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         while not self._jobs.empty():
-            self._jobs.get_nowait()[1].cancel()
+            self._jobs.get_nowait()[2].cancel()
 
     async def _keep_slot(self) -> None:
         """Keep one worker alive for as long as the pool is."""
@@ -105,17 +109,19 @@ class VerifierSandbox:
             hello = await _receive(process, _START_TIMEOUT_S)
             if not hello["confined"]:
                 logger.warning("no system-call filter on this platform: verifiers can reach the network and files")
+            if not hello["reading_limited"]:
+                logger.warning("no Landlock on this kernel: verifiers can read whatever this user can read")
             while True:
                 await self._serve_one(process)
         finally:
             await _end(process)
 
     async def _serve_one(self, process: asyncio.subprocess.Process) -> None:
-        verification, future = await self._jobs.get()
+        verification, crash, future = await self._jobs.get()
         if future.cancelled():
             return
         try:
-            verdict = await self._ask(process, verification)
+            verdict = await self._ask(process, verification, crash)
         except BaseException as error:
             if not future.done():
                 future.set_result(_failed("RuntimeError", f"the verifier's worker was lost: {error}"))
@@ -123,9 +129,11 @@ class VerifierSandbox:
         if not future.done():
             future.set_result(verdict)
 
-    async def _ask(self, process: asyncio.subprocess.Process, verification: Verification) -> Verdict:
+    async def _ask(self, process: asyncio.subprocess.Process, verification: Verification, crash: bool) -> Verdict:
         frame = json.dumps(vars(verification)).encode()
         process.stdin.write(struct.pack(">I", len(frame)) + frame)
+        if crash:
+            process.kill()
         return Verdict(**await _receive(process, verification.timeout_s + _ANSWER_MARGIN_S))
 
 

@@ -177,7 +177,8 @@ class Verifiers:
             self._bundles.add(body.sha256, body.bundle)
         code = self._bundles.get(body.sha256)
         args, kwargs = decode_arguments(body.args)
-        verdict = await self._run(_instance_id(body), code, body, args, kwargs)
+        crash = getattr(request.state, "crash_verifier", False)  # set by an injected fault
+        verdict = await self._run(_instance_id(body), code, body, args, kwargs, crash)
         self._stats["verifications"] += 1
         self._stats["verifications_failed"] += not verdict.success
         self._stats["verifier_cpu_us"] += round(verdict.cpu_s * 1e6)
@@ -195,7 +196,7 @@ class Verifiers:
         )
 
     async def _run(
-        self, instance_id: str, code: str, body: ExecuteBody, args: list[Any], kwargs: dict[str, Any]
+        self, instance_id: str, code: str, body: ExecuteBody, args: list[Any], kwargs: dict[str, Any], crash: bool
     ) -> Verdict:
         try:
             instance = self._table.get(instance_id)
@@ -216,7 +217,8 @@ class Verifiers:
                     env_key=instance.application.env_key,
                     env_variables=instance.env_variables,
                     timeout_s=min(body.timeout or self._timeout_s, self._timeout_s),
-                )
+                ),
+                crash,
             )
         finally:
             snapshot.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.envs.local_fleet.application import Tool, ToolError
+from actors.envs.local_fleet.apps.toolkit import NOBODY, TEXT, make_tool, next_id, object_schema, word_pairs
 
 STATUSES = ("open", "pending", "closed")
 USERS = ("ana", "ben", "cleo", "dan", "eva", "hana", "ivo", "mia")
@@ -33,7 +34,6 @@ TICKETS_PER_DESK = 10
 ASSIGNEES_PER_DESK = 4
 MAX_COMMENTS_PER_TICKET = 2
 MAX_ROWS = 20
-NOBODY = "agent"  # the author where the instance has no LOGGED_IN_USER
 
 SCHEMA = """
 CREATE TABLE users (id TEXT PRIMARY KEY, name TEXT NOT NULL);
@@ -80,13 +80,7 @@ class Desk:
 
 def titles(data_key: str | None) -> list[str]:
     """The titles a desk draws from. A fifth of all pairs of words belongs to ``annex``, the rest to all others."""
-    annex = data_key == "annex"
-    return [
-        f"{quality} {thing}"
-        for i, quality in enumerate(QUALITIES)
-        for j, thing in enumerate(THINGS)
-        if ((3 * i + j) % 5 == 0) == annex
-    ]
+    return word_pairs(QUALITIES, THINGS, heldout=data_key == "annex")
 
 
 def draw_desk(data_key: str | None, data_version: str | None) -> Desk:
@@ -139,48 +133,6 @@ _ID = {"type": "string", "description": "ticket id, for example T12"}
 _STATUS = {"type": "string", "enum": list(STATUSES)}
 _PRIORITY = {"type": "integer", "minimum": 1, "maximum": 5, "description": "1 to 5, 5 is the most urgent"}
 _USER = {"type": "string", "description": "user id"}
-_TEXT = {"type": "string", "minLength": 1}
-
-
-def _schema(required: dict[str, dict], optional: dict[str, dict] | None = None) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {**required, **(optional or {})},
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-def check_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Refuse arguments that the tool's own schema does not allow.
-
-    Raises:
-        ToolError: in words the agent can act on.
-    """
-    properties = schema["properties"]
-    for name in arguments:
-        if name not in properties:
-            raise ToolError(f"unknown argument {name}, expected {', '.join(properties) or 'none'}")
-    for name in schema["required"]:
-        if name not in arguments:
-            raise ToolError(f"missing argument {name}")
-    for name, value in arguments.items():
-        _check_value(name, value, properties[name])
-
-
-def _check_value(name: str, value: Any, schema: dict[str, Any]) -> None:
-    if "enum" in schema and value not in schema["enum"]:
-        raise ToolError(f"{name} must be one of {', '.join(schema['enum'])}")
-    if schema["type"] == "string":
-        if not isinstance(value, str):
-            raise ToolError(f"{name} must be a string")
-        if len(value.strip()) < schema.get("minLength", 0):
-            raise ToolError(f"{name} must not be empty")
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ToolError(f"{name} must be an integer")
-    if not schema["minimum"] <= value <= schema["maximum"]:
-        raise ToolError(f"{name} must be from {schema['minimum']} to {schema['maximum']}")
 
 
 # ----------------------------------------------------------------------------------------------------- tools
@@ -253,8 +205,7 @@ def _add_comment(connection: sqlite3.Connection, arguments: dict, env_variables:
 
 def _create_ticket(connection: sqlite3.Connection, arguments: dict, env_variables: dict) -> Any:
     _require_user(connection, arguments["assignee"])
-    last = connection.execute("SELECT max(CAST(substr(id, 2) AS INTEGER)) FROM tickets").fetchone()[0]
-    ticket_id = f"T{max(last or 0, FIRST_ID - 1) + 1}"
+    ticket_id = f"T{next_id(connection, 'tickets', FIRST_ID)}"
     connection.execute(
         "INSERT INTO tickets VALUES (?, ?, 'open', ?, ?)",
         (ticket_id, arguments["title"], arguments["priority"], arguments["assignee"]),
@@ -266,31 +217,27 @@ def _list_users(connection: sqlite3.Connection, arguments: dict, env_variables: 
     return {"users": [list(row) for row in connection.execute("SELECT id, name FROM users ORDER BY id")]}
 
 
-def _tool(name: str, description: str, schema: dict[str, Any], body: Any) -> Tool:
-    def call(connection: sqlite3.Connection, arguments: dict[str, Any], env_variables: dict[str, Any]) -> Any:
-        check_arguments(schema, arguments)
-        return body(connection, arguments, env_variables or {})
-
-    return Tool(name, description, schema, call)
-
-
 _TOOLS = (
-    _tool(
+    make_tool(
         "search_tickets",
         "rows of id, title, status, priority, assignee, most urgent first",
-        _schema({}, {"query": _TEXT, "status": _STATUS, "assignee": _USER}),
+        object_schema({}, {"query": TEXT, "status": _STATUS, "assignee": _USER}),
         _search_tickets,
     ),
-    _tool("get_ticket", "one ticket and its comments, newest first", _schema({"id": _ID}), _get_ticket),
-    _tool("set_status", "open, pending or closed", _schema({"id": _ID, "status": _STATUS}), _set_field("status")),
-    _tool("set_priority", "1 to 5", _schema({"id": _ID, "priority": _PRIORITY}), _set_field("priority")),
-    _tool("assign_ticket", "give it to a user", _schema({"id": _ID, "assignee": _USER}), _set_field("assignee")),
-    _tool("add_comment", "comment on a ticket", _schema({"id": _ID, "text": _TEXT}), _add_comment),
-    _tool(
+    make_tool("get_ticket", "one ticket and its comments, newest first", object_schema({"id": _ID}), _get_ticket),
+    make_tool(
+        "set_status", "open, pending or closed", object_schema({"id": _ID, "status": _STATUS}), _set_field("status")
+    ),
+    make_tool("set_priority", "1 to 5", object_schema({"id": _ID, "priority": _PRIORITY}), _set_field("priority")),
+    make_tool(
+        "assign_ticket", "give it to a user", object_schema({"id": _ID, "assignee": _USER}), _set_field("assignee")
+    ),
+    make_tool("add_comment", "comment on a ticket", object_schema({"id": _ID, "text": TEXT}), _add_comment),
+    make_tool(
         "create_ticket",
         "a new open ticket",
-        _schema({"title": _TEXT, "priority": _PRIORITY, "assignee": _USER}),
+        object_schema({"title": TEXT, "priority": _PRIORITY, "assignee": _USER}),
         _create_ticket,
     ),
-    _tool("list_users", "all user ids and names", _schema({}), _list_users),
+    make_tool("list_users", "all user ids and names", object_schema({}), _list_users),
 )
