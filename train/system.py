@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from actors.conductor import Conductor, ConductorSettings
+from actors.conductor import Conductor, ConductorSettings, worker_name
 from actors.config import LOCAL_OPENENV, SamplingConfig
 from actors.env_pool import EnvPool
 from actors.env_pool_core import PoolSettings
@@ -212,13 +212,13 @@ class System:
         per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
         self._workers = [
             RolloutWorker.options(
-                name=f"rollout_worker_{index}",
+                name=worker_name(index),
                 num_cpus=generator.worker_num_cpus,
                 max_concurrency=1000,
                 runtime_env={"env_vars": CALLER_ENVIRONMENT},
             ).remote(
                 WorkerSettings(
-                    name=f"rollout_worker_{index}",
+                    name=worker_name(index),
                     model_path=self._model_path,
                     max_model_len=config.policy.max_model_len,
                     max_episodes=per_worker,
