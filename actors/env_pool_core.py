@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,38 +159,46 @@ class Control(Protocol):
 
 
 async def delete_instances(
-    control: Control, prefix: str, *, keep: str | None = None, timeout_s: float = 60.0
+    control: Control, prefix: str, *, keep: str | None = None, known: Set[str] = frozenset(), timeout_s: float = 60.0
 ) -> CloseReport:
     """The janitor: delete every instance whose run id begins with ``prefix``, and see in the list that they are gone.
 
-    Works without a pool, so that it can also run after one died. ``keep``: a run id to leave alone.
+    Works without a pool, so that it can also run after one died.
+
+    Args:
+        keep: a run id to leave alone.
+        known: instances that are believed to exist; one that is not listed any more counts as ended.
     """
     deadline = time.monotonic() + timeout_s
-    deleted = 0
+    # The answers to the deletes do not say what has ended: one that is lost is repeated, and then says that there was
+    # nothing to do. The list does.
+    ended, left = set(known), {}
     wait = 0.2
     while True:
         try:
-            left = [i for i in await control.list(status=None) if _belongs(i, prefix, keep)]
+            left = await _listed(control, prefix, keep)
+            ended |= set(left)
+            for run_id in sorted(set(left.values())):
+                await control.delete_run(run_id)
+            if left:
+                left = await _listed(control, prefix, keep)
             if not left:
-                return CloseReport(deleted, ())
-            for run_id in sorted({instance["run_id"] for instance in left}):
-                deleted += await control.delete_run(run_id)
-            left = [i for i in await control.list(status=None) if _belongs(i, prefix, keep)]
-            if not left:
-                return CloseReport(deleted, ())
+                return CloseReport(len(ended), ())
         except FleetFailure as failure:
             if not failure.transient or time.monotonic() + wait > deadline:
                 raise
             logger.warning("deleting the instances of %s*: %s", prefix, failure)
         if time.monotonic() + wait > deadline:
-            return CloseReport(deleted, tuple(instance["instance_id"] for instance in left))
+            return CloseReport(len(ended - set(left)), tuple(left))
         await asyncio.sleep(wait)
         wait = min(2 * wait, 5.0)
 
 
-def _belongs(instance: dict[str, Any], prefix: str, keep: str | None) -> bool:
-    run_id = instance["run_id"] or ""
-    return run_id.startswith(prefix) and run_id != keep and instance["status"] not in ENDED
+async def _listed(control: Control, prefix: str, keep: str | None) -> dict[str, str]:
+    """Run ids by instance id, of what has not ended."""
+    found = [i for i in await control.list(status=None) if i["status"] not in ENDED]
+    runs = {i["instance_id"]: i["run_id"] or "" for i in found}
+    return {name: run_id for name, run_id in runs.items() if run_id.startswith(prefix) and run_id != keep}
 
 
 class EnvPoolCore:
@@ -265,7 +273,8 @@ class EnvPoolCore:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
-        report = await delete_instances(self._control, self._settings.run_id, timeout_s=timeout_s)
+        known = set(self._table.slots)
+        report = await delete_instances(self._control, self._settings.run_id, known=known, timeout_s=timeout_s)
         self._counters["deleted"] += report.deleted
         for instance_id in set(self._table.slots).difference(report.left):
             self._table.drop(instance_id)
@@ -305,7 +314,9 @@ class EnvPoolCore:
             await self._durable()
             received = True
         finally:
-            self._leave(waiter, received)
+            # A refused call has no lease, even if one of the same name was given to whoever asked again.
+            got = granted.done() and not granted.cancelled() and granted.exception() is None
+            self._leave(waiter, unclaimed=got and not received)
         return lease
 
     async def _granted(self, waiter: Waiter, granted: asyncio.Future[Lease], timeout_s: float) -> Lease:
@@ -406,11 +417,11 @@ class EnvPoolCore:
         if not granted.done():
             granted.set_exception(NoInstance(f"no instance of {waiter.spec.env_key}: {why}"))
 
-    def _leave(self, waiter: Waiter, received: bool) -> None:
+    def _leave(self, waiter: Waiter, unclaimed: bool) -> None:
         """After an acquire that ended in any way: it waits no more, and a lease that nobody received comes back."""
         if self._grants.pop(waiter, None) is not None:
             self._table.withdraw(waiter)
-        slot = None if received else self._table.leased(waiter.lease_id)
+        slot = self._table.leased(waiter.lease_id) if unclaimed else None
         if slot is not None:
             self._take_back(slot, reusable=True)  # nobody has touched it
         self._pump()

@@ -193,7 +193,7 @@ class Episode:
         self._schemas = schemas_of(tools)
         if self._rules.parser_of is not None:
             self._parse = self._rules.parser_of(tools)
-        self._messages, ids = self._prompter.first(self.task, tools)
+        self._messages, ids = self._prompter.first(self.task, tools, self._begun(observation.result))
         self._context = self._context_tools()
         self._prompt_length = len(ids)
         self._tokens.open(ids)
@@ -201,6 +201,9 @@ class Episode:
             raise PhaseFailed(f"prompt of {len(ids)} tokens exceeds max_input_length {self._limits.max_input_length}")
         while self._stop is None:
             await self._turn()
+
+    def _begun(self, result: Any) -> str | None:
+        return None if result is None else bounded(tool_text(result), self._rules.max_output_chars)
 
     def _context_tools(self) -> ContextTools:
         limits = self._limits

@@ -108,11 +108,16 @@ class Prompter:
         self._opening = lru_cache(OPENINGS_KEPT)(self._encode_opening)
         self.observation([])  # a template that cannot carry observations must fail before a run starts
 
-    def first(self, task: Task, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The opening messages and their token ids, generation prompt included."""
+    def first(
+        self, task: Task, tools: list[dict[str, Any]], begun: str | None = None
+    ) -> tuple[list[dict[str, Any]], list[int]]:
+        """The opening messages and their token ids, generation prompt included.
+
+        ``begun``: what the environment said when the episode began; it stands below the task.
+        """
         messages = [
             {"role": "system", "content": system_text(task, tools, self.tools_channel)},
-            {"role": "user", "content": task.prompt},
+            {"role": "user", "content": task.prompt if begun is None else f"{task.prompt}\n\n{begun}"},
         ]
         return messages, self.opening(messages, tools)
 

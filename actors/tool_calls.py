@@ -81,7 +81,11 @@ def native_parser(extract: Extract) -> Parser:
     """A parser for calls in a model family's own format; thinking and the done signal are read as ever."""
 
     def parse(text: str) -> Turn:
-        found, outside = extract(_without_thinking(text))
+        try:
+            found, outside = extract(_without_thinking(text))
+        except Exception as failure:
+            # The families' parsers are not ours: what one of them cannot read is the policy's to mend.
+            return Turn(error=f"the tool call cannot be read ({type(failure).__name__})")
         calls: list[ToolCall] = []
         error: str | None = None
         for name, arguments in found:

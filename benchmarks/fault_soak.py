@@ -62,7 +62,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "reply_lost": (("make", "delete", "reset", "tool", "verify"), {"kind": "status", "status": 502, "stage": "after"}),
     "slow": (ALL_ROUTES, {"kind": "slow", "seconds": 0.3}),
     "hang": (("list", "make", "delete", "heartbeat", "reset", "mcp", "tool", "verify"), {"kind": "hang", "seconds": 2}),
+    "partial_body": (("list", "make", "delete", "reset", "tool", "verify"), {"kind": "partial_body"}),
+    "slow_start": (("make",), {"kind": "slow_start", "seconds": 1, "status": 502}),
     "verifier_failure": (("verify",), {"kind": "verifier_failure"}),
+    "verifier_crash": (("verify",), {"kind": "verifier_crash"}),
     "judge_error": (("verify",), {"kind": "judge_error"}),
     "tool_error": (("tool",), {"kind": "tool_error"}),
 }

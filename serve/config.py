@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Of a process that only imports vLLM, which would write to standard output. Replicas have their own, see below.
+QUIET_ENGINE = {"VLLM_LOGGING_LEVEL": "ERROR"}
+
 
 class PolicyConfig(BaseModel):
     """The policy as a Ray Serve application. An unknown key is an error."""

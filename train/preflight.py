@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.config import GeneratorConfig
 from actors.envs.local_fleet.apps import APPLICATIONS
 from actors.envs.local_fleet.faults import FaultFileError, load_fault_plan
 from actors.prompt import Prompter, PromptError
 from actors.task import Task, TaskFileError
+from serve.config import QUIET_ENGINE
 from train.config import ConfigError, RunConfig
 from train.data.splits import load_split
 
@@ -57,6 +59,8 @@ def check_inputs(config: RunConfig) -> Inputs:
         prompter = Prompter(tokenizer, generator.tools_channel, generator.chat_template_kwargs)
     except PromptError as error:
         raise ConfigError(f"model {config.trainer.policy.model.path}: {error}") from None
+    if generator.tool_call_format != "tags":
+        check_tool_call_format(generator, tokenizer)
     for task in (*train_tasks, *eval_tasks):
         # The tools come on top and are known only once an instance lists them; the episode checks again with them.
         length = len(prompter.first(task, [])[1])
@@ -91,6 +95,18 @@ def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
                 f"task {task.task_key}: env_key '{task.env_key}' is neither in environment.openenv nor an application "
                 f"of the local Fleet ({', '.join(APPLICATIONS)})"
             )
+
+
+def check_tool_call_format(generator: GeneratorConfig, tokenizer: Any) -> None:
+    """vLLM has a parser of this name, and it fits the tokenizer. Takes vLLM's import, some seconds."""
+    for name, value in QUIET_ENGINE.items():
+        os.environ.setdefault(name, value)
+    from actors.rollout_worker import dialogue_rules
+
+    try:
+        dialogue_rules(generator, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"generator.{' '.join(str(error).split())}") from None
 
 
 def check_model_folder(path: str) -> None:

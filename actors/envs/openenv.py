@@ -419,10 +419,10 @@ class OpenEnvTaskEnv:
         begun = self._take(await self._within(self._deadlines.reset, "reset", "reset", data))
         if self._done:
             raise OpenEnvFailure("reset: the server ended the episode before its first step")
-        tools = await self._list_tools(begun, min(LIST_TIMEOUT_S, max(0.1, deadline - loop.time())))
+        tools = await self._list_tools(min(LIST_TIMEOUT_S, max(0.1, deadline - loop.time())))
         self._tools = {tool["function"]["name"]: tool for tool in tools}
         self._ready = True
-        return OpenEnvObservation(tools=tools, result=begun.result)
+        return OpenEnvObservation(tools=tools, result=begun.result or None)
 
     async def step_async(self, action: dict[str, Any]) -> OpenEnvObservation:
         """Carry out one action. What a tool does wrong is an observation, never an exception.
@@ -531,9 +531,9 @@ class OpenEnvTaskEnv:
             raise OpenEnvFailure(f"{phase}: {error.message} ({error.code})")
         return message
 
-    async def _list_tools(self, begun: OpenEnvObservation, timeout_s: float) -> list[dict[str, Any]]:
+    async def _list_tools(self, timeout_s: float) -> list[dict[str, Any]]:
         if self._custom is not None:
-            return [_introduced(self._custom, begun.result)]
+            return [self._custom]
         message = await self._within(timeout_s, "listing the tools", "step", {"type": "list_tools"})
         observation = _observation(message)
         try:
@@ -618,16 +618,6 @@ def _observation(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("type") != "observation" or not isinstance(observation, dict):
         raise EpisodeLost(f"the server answered with a message of type '{message.get('type')}', not an observation")
     return observation
-
-
-def _introduced(tool: dict[str, Any], begun: Any) -> dict[str, Any]:
-    """The tool, with what reset said behind its description: the policy reads it nowhere else."""
-    if not begun:
-        return tool
-    text = begun if isinstance(begun, str) else json.dumps(begun, ensure_ascii=False)
-    function = tool["function"]
-    description = f"{function['description']}\nThe environment began with: {text}".strip()
-    return {**tool, "function": {**function, "description": description}}
 
 
 def _one_line(error: BaseException) -> str:

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import uvicorn
+import uvloop
 from fleet import AsyncFleet, Fleet
 from fleet._async.exceptions import (
     FleetAPIError,
@@ -46,6 +48,7 @@ from actors.envs.local_fleet.application import Tool, ToolError
 from actors.envs.local_fleet.faults import Fault, FaultFileError, FaultInjector, FaultPlan, load_fault_plan
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.envs.local_fleet.server import FOLDER_PREFIX, Settings, create_app
+from actors.envs.local_fleet.verifier_sandbox import Verification, VerifierSandbox
 from actors.envs.local_fleet.verifier_worker import Database, can_limit_reading
 from actors.envs.local_fleet.verifiers import BundleStore, decode_arguments
 from actors.envs.local_fleet.wire import ApiError
@@ -804,6 +807,31 @@ async def test_a_crash_of_the_sandbox_is_a_failure_and_the_next_verifier_has_a_n
     crashed, fine = await verify(env, code), await verify(env, code)
     assert (crashed.success, crashed.result) == (False, None) and "worker was lost" in crashed.error["message"]
     assert (fine.success, fine.result) == (True, 1.0)
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: Any) -> None:
+    """Also a worker that dies with nothing to do, after which uvloop has an error of its own for its pipe."""
+    job = Verification("def verify(env):\n    return 1.0\n", "verify", [], {}, {}, "i", "e", {}, 5.0)
+
+    async def drill() -> list[list[bool]]:
+        sandbox = VerifierSandbox(tmp_path)
+        sandbox.start()
+        try:
+            verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(5)]
+            for child in psutil.Process().children():
+                if str(tmp_path) in child.cmdline():
+                    child.kill()
+            await asyncio.sleep(0.5)  # the loop has seen them go
+            verdicts.append(await asyncio.gather(*(sandbox.run(job) for _ in range(6))))
+            return [[verdict.success for verdict in round_] for round_ in verdicts]
+        finally:
+            await sandbox.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        rounds = runner.run(asyncio.wait_for(drill(), 60))
+    assert [sum(successes) for successes in rounds[:-1]] == [4] * 5, "only those that were to crash have failed"
+    assert rounds[-1] == [True] * 6, "nothing was under way in the workers that were killed"
 
 
 @pytest.mark.asyncio

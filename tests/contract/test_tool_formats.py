@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from actors.tool_calls import ToolCall, native_parser
+from actors.tool_calls import ToolCall, Turn, native_parser
 from serve.engine import native_tool_calls
 from tests.models import byte_tokenizer
 
@@ -48,6 +50,26 @@ def test_a_familys_own_format_is_read_again_and_again(tokenizer, name):
         assert parse("<think>which room?</think>" + FORMATS[name]).calls == expected
         turn = parse("All booked.<done>")
         assert (turn.calls, turn.done, turn.answer) == ((), True, "All booked.")
+
+
+TAGS = ("tool_call", "function", "parameter", "arg_key", "arg_value")
+PIECES = [f"<{tag}>" for tag in TAGS] + [f"</{tag}>" for tag in TAGS] + ["<function=book>", "<parameter=room>"]
+PIECES += ['{"name": "book"', '"arguments": {', "}", "[", "9" * 5000, "book", "\n"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=10).map("".join))
+def test_whatever_the_policy_writes_is_read_or_refused_and_never_raises(tokenizer, name, text):
+    turn = native_parser(native_tool_calls(name, tokenizer)(json.dumps(TOOLS)))(text)
+    assert isinstance(turn, Turn) and (turn.error is None or turn.error)
+
+
+def test_a_parser_that_breaks_is_an_error_for_the_policy_not_for_the_run():
+    def broken(text):
+        raise IndexError(text)
+
+    assert native_parser(broken)("<tool_call>") == Turn(error="the tool call cannot be read (IndexError)")
 
 
 def test_a_parser_that_does_not_exist_is_named(tokenizer):

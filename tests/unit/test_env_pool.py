@@ -534,3 +534,37 @@ async def test_a_control_plane_that_refuses_the_key_shows_at_start(local_fleet):
     core = EnvPoolCore(FleetControl("wrong", local_fleet.url), settings())
     with pytest.raises(FleetFailure, match="API key was refused"):
         await core.start()
+
+
+async def test_who_asks_again_keeps_the_lease_when_the_first_call_ends_late(local_fleet):
+    """A worker whose connection broke asks again while its first call still waits in the pool."""
+    async with pool(local_fleet) as core:
+        go = asyncio.get_running_loop().create_future()
+        real = core._control.make
+
+        async def held_back(*args, **kwargs):
+            made = await real(*args, **kwargs)
+            await go
+            return made
+
+        core._control.make = held_back
+        first = asyncio.create_task(core.acquire(SPEC, 10, lease_id="asked-twice"))
+        await eventually(lambda: len(local_fleet.running()) == 1)
+        await asyncio.sleep(0.1)  # the answer is back and held
+        again = asyncio.create_task(core.acquire(SPEC, 10, lease_id="asked-twice"))
+        go.set_result(None)  # the instance is there in the very moment the first call is told to go
+        lease = await again
+        with pytest.raises(NoInstance, match="asked for again"):
+            await first
+        assert core.stats()["leased"] == 1
+        assert (await core.acquire(SPEC, 10)).instance != lease.instance
+        assert await core.release("asked-twice", reusable=True)
+
+
+async def test_every_instance_that_closing_ended_is_counted_although_the_answer_was_lost(local_fleet):
+    async with pool(local_fleet) as core:
+        await asyncio.gather(*(core.acquire(SPEC, 10) for _ in range(3)))
+        local_fleet.arm({"route": "delete", "kind": "status", "status": 502, "stage": "after", "count": 1})
+        report = await core.close_all()
+        assert local_fleet.struck() == 1
+        assert (report.deleted, report.left) == (3, ()) and core.stats()["deleted"] == 3

@@ -36,6 +36,7 @@ class Room:
     verdict: object = Graded(1.0)
     env_reward: float | None = None
     tools: list = field(default_factory=list)
+    begun: object = None
     result: object = None
     calls: list = field(default_factory=list)
     graded_with: list = field(default_factory=list)
@@ -43,7 +44,7 @@ class Room:
 
     async def reset_async(self):
         await misbehave(self.reset)
-        return SimpleNamespace(tools=self.tools)
+        return SimpleNamespace(tools=self.tools, result=self.begun)
 
     async def step_async(self, action):
         await misbehave(self.step)
@@ -308,6 +309,18 @@ def test_a_long_tool_output_is_cut_with_a_note_of_what_is_missing():
     run(policy, room, rules=DialogueRules(max_output_chars=1000))
     assert "[the last 4,000 of 5,000 characters are cut]" in said_to(policy, 1)
     assert "x" * 1000 in said_to(policy, 1) and "x" * 1001 not in said_to(policy, 1)
+
+
+def test_half_of_a_surrogate_pair_in_a_tools_output_costs_nothing():
+    policy = Script(CALL, "<done>")
+    got = run(policy, Room(result="a \ud800 b"))
+    assert got.outcome == Graded(1.0) and "a ? b" in said_to(policy, 1)
+
+
+def test_what_the_environment_says_at_reset_stands_below_the_task_within_bounds():
+    policy = Script("<done>")
+    run(policy, Room(begun={"board": "x" * 5000}), rules=DialogueRules(max_output_chars=1000))
+    assert 'Look.\n\n{"board":"xxx' in said_to(policy, 0) and "of 5,012 characters are cut" in said_to(policy, 0)
 
 
 def test_an_image_is_named_and_not_written_out():

@@ -87,6 +87,12 @@ def test_a_prompt_longer_than_the_context(capsys, tmp_path):
     assert "exceeds generator.max_input_length 20" in line
 
 
+def test_a_tool_call_format_that_vllm_does_not_know(capsys, tmp_path):
+    assert "generator.tool_call_format 'hermess'" in complaint(
+        capsys, tmp_path, "--generator.tool_call_format", "hermess"
+    )
+
+
 def test_the_hosted_fleet_without_a_key(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("FLEET_API_KEY", raising=False)
     assert "FLEET_API_KEY is not set" in complaint(capsys, tmp_path, "--environment.fleet", "hosted")

@@ -1,10 +1,17 @@
 """However often the history is rewritten, every sampled token is kept once, in the very context it was sampled in."""
 
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.token_record import TokenRecord
+from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.sampling import Completion
+from train.evaluate import dump_eval, evaluate_groups
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 TURNS = st.lists(st.tuples(IDS, IDS, st.none() | st.integers(0, 5)), min_size=1, max_size=12)
@@ -62,3 +69,40 @@ def test_an_episode_that_never_sampled_keeps_its_prompt():
     record.open([1, 2])
     flat, starts = record.flat()
     assert (flat.ids, flat.mask, starts) == ([1, 2], [0, 0], [0])
+
+
+def rewritten():
+    """A trajectory of two sequences: [1 | 2 3] and, with its second turn alone, [1 | 3 4], sampled 2 and 4."""
+    return Trajectory(
+        "t", "task", "env", 0, 0,
+        np.array([1, 2, 3, 1, 3, 4], np.int32), np.array([0, 1, 0, 0, 0, 1], np.uint8),
+        np.array([0, -1, 0, 0, 0, -1], np.float32), 1, [Span(0, 0, 2)], StopReason.DONE, Graded(1.0), starts=[0, 3],
+    )  # fmt: skip
+
+
+def test_a_trajectory_knows_its_sequences_and_refuses_starts_that_cannot_be():
+    trajectory = rewritten()
+    trajectory.validate()
+    assert [trajectory.ids[part].tolist() for part in trajectory.sequences()] == [[1, 2, 3], [1, 3, 4]]
+    for starts, part in [([1, 3], "sequences cannot begin"), ([0, 0, 3], "sequences cannot begin"),
+                         ([0, 6, 5], "sequences cannot begin"), ([0, 5], "begins with a sampled token")]:  # fmt: skip
+        with pytest.raises(ValueError, match=part):
+            replace(trajectory, starts=starts).validate()
+
+
+class Words:
+    """A prompter whose tokenizer writes ids as they are."""
+
+    class tokenizer:  # noqa: N801
+        @staticmethod
+        def decode(ids):
+            return " ".join(map(str, ids))
+
+
+def test_an_evaluation_dump_holds_every_new_token_of_every_sequence_once(tmp_path):
+    group = Group(0, "task", "env", [rewritten()])
+    dump_eval(tmp_path, evaluate_groups("sampled", 0, 0, [group]), [group], Words())
+    (line,) = (tmp_path / "env.jsonl").read_text().splitlines()
+    dumped = json.loads(line)
+    assert (dumped["input_prompt"], dumped["output_response"]) == ("1", "2 3 4")
+    assert dumped["score"] == [0.0, 0.0, 1.0]

@@ -75,6 +75,8 @@ def test_several_calls_are_returned_in_order():
         ('{"arguments": {}}', "needs a string 'name'"),
         ('{"name": 3}', "needs a string 'name'"),
         ('{"name": "f", "arguments": "x"}', "not a string"),
+        ('{"name": "f", "arguments": {"a": NaN}}', "not a complete JSON object"),
+        ('{"name": "f", "arguments": {"a": -Infinity', "not a complete JSON object"),
         ("9" * 8000, "not a complete JSON object"),
         ("[" * 100_000, "not a complete JSON object"),
     ],

@@ -101,7 +101,10 @@ class VerifierSandbox:
                 await self._serve_with_one_worker()
             except (_WorkerLost, OSError) as lost:
                 logger.warning("a verifier worker was lost (%s); starting another", lost)
-                await asyncio.sleep(_RESTART_PAUSE_S)
+            except Exception:
+                # A slot that ended here would be missed only when the last one has: then nothing is verified any more.
+                logger.exception("a verifier worker was lost; starting another")
+            await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def _serve_with_one_worker(self) -> None:
         process = await _spawn(self._command)
@@ -117,9 +120,14 @@ class VerifierSandbox:
             await _end(process)
 
     async def _serve_one(self, process: asyncio.subprocess.Process) -> None:
-        verification, crash, future = await self._jobs.get()
+        job = await self._jobs.get()
+        verification, crash, future = job
         if future.cancelled():
             return
+        if process.returncode is not None or process.stdin.is_closing():
+            # It died while it had nothing to do: the job has not been begun, and is for the next worker.
+            self._jobs.put_nowait(job)
+            raise _WorkerLost("it ended between two verifications")
         try:
             verdict = await self._ask(process, verification, crash)
         except BaseException as error:
@@ -131,9 +139,13 @@ class VerifierSandbox:
 
     async def _ask(self, process: asyncio.subprocess.Process, verification: Verification, crash: bool) -> Verdict:
         frame = json.dumps(vars(verification)).encode()
-        process.stdin.write(struct.pack(">I", len(frame)) + frame)
+        try:
+            process.stdin.write(struct.pack(">I", len(frame)) + frame)
+        except RuntimeError as closed:  # uvloop's word for a pipe that has just been closed
+            raise _WorkerLost(str(closed)) from None
         if crash:
             process.kill()
+            raise _WorkerLost("it was killed, as the scenario asks")  # its verdict may be on the way already
         return Verdict(**await _receive(process, verification.timeout_s + _ANSWER_MARGIN_S))
 
 

@@ -585,13 +585,17 @@ def _receive(descriptor: int, wait: Any = lambda: None) -> dict[str, Any]:
     return json.loads(exactly(length))
 
 
-def _serve_as_child(connection: int, program: bytes | None, folder: str, cpu_s: float, memory_bytes: int) -> None:
+def _serve_as_child(
+    connection: int, program: bytes | None, folder: str | None, cpu_s: float, memory_bytes: int
+) -> None:
+    """``folder``: None where this kernel cannot limit reading."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     os.dup2(connection, 3)
     os.closerange(4, 1024)
-    limit_reading(folder)
+    if folder is not None and not limit_reading(folder):
+        raise RuntimeError("reading was promised to be limited, and is not")
     confine(program, cpu_s, memory_bytes)
     while True:
         _send(3, run_verifier(_receive(3)))
@@ -601,7 +605,7 @@ def _serve_as_child(connection: int, program: bytes | None, folder: str, cpu_s: 
 class _Child:
     """A confined process that runs verifiers."""
 
-    def __init__(self, program: bytes | None, folder: str, cpu_s: float, memory_bytes: int) -> None:
+    def __init__(self, program: bytes | None, folder: str | None, cpu_s: float, memory_bytes: int) -> None:
         self._connection, theirs = socket.socketpair()
         self.uses = 0
         self.reusable = True
@@ -640,7 +644,7 @@ class _Child:
 class _Worker:
     """Keeps one child ready and hands it one job after the other."""
 
-    def __init__(self, folder: str, cpu_s: float, memory_bytes: int) -> None:
+    def __init__(self, folder: str | None, cpu_s: float, memory_bytes: int) -> None:
         self.program = usable_program()
         self._limits = (folder, cpu_s, memory_bytes)
         self._child: _Child | None = None
@@ -684,10 +688,10 @@ def _failure(kind: str, message: str) -> dict[str, Any]:
 
 
 def main(folder: str, timeout_s: float, memory_bytes: int) -> None:
-    worker = _Worker(folder, timeout_s * MAX_USES, memory_bytes)
+    reading = can_limit_reading(folder)
+    worker = _Worker(folder if reading else None, timeout_s * MAX_USES, memory_bytes)
     worker.prepare()
     try:
-        reading = can_limit_reading(folder)
         _send(1, {"ready": True, "confined": worker.program is not None, "reading_limited": reading})
         while True:
             job = _receive(0)
