@@ -616,7 +616,9 @@ class EnvPoolCore:
             self._unknown_makes = 0
         for instance_id in [i for i, makes in self._strangers.items() if not makes]:
             logger.warning("deleting %s, which a make without an answer left behind", instance_id)
-            self._counters["deleted"] += await self._control.delete(instance_id)
+            existed = await self._control.delete(instance_id)
+            # Not in one line with the await: what others counted meanwhile would be overwritten.
+            self._counters["deleted"] += existed
             del self._strangers[instance_id]
 
     async def _adopt(self) -> bool:

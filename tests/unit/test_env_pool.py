@@ -568,3 +568,20 @@ async def test_every_instance_that_closing_ended_is_counted_although_the_answer_
         report = await core.close_all()
         assert local_fleet.struck() == 1
         assert (report.deleted, report.left) == (3, ()) and core.stats()["deleted"] == 3
+
+
+async def test_what_others_delete_while_a_stray_is_deleted_is_counted(local_fleet):
+    async with pool(local_fleet, reconcile_s=3600) as core:
+        lease = await core.acquire(SPEC, 10)
+        await FleetControl(KEY, local_fleet.url).make("tracker", run_id=core._settings.run_id, timeout_s=5)
+        slow = core._control.delete
+
+        async def others_first(instance_id):
+            if instance_id != lease.instance["instance_id"]:
+                await core.release(lease.lease_id, reusable=False)
+                await eventually(lambda: core.stats()["deleted"] == 1)
+            return await slow(instance_id)
+
+        core._control.delete = others_first
+        await core._reconcile()
+        assert core.stats()["deleted"] == 2
