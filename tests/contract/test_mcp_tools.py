@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 
 import pytest
-import uvicorn
 from mcp.server.fastmcp import FastMCP
 from mcp.server.fastmcp.exceptions import ToolError
 from mcp.types import ImageContent, TextContent
@@ -19,6 +17,7 @@ from starlette.routing import Mount, Route
 
 from actors.envs.http_session import close_http_session
 from actors.envs.mcp_tools import McpTools, ToolsUnavailable, normalise_schema, tool_result
+from tests import servers
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +29,11 @@ async def closed_connections():
 @contextlib.asynccontextmanager
 async def served(app):
     """The app on a free port of this machine; yields the root URL."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    finally:
-        await close_http_session()
-        server.should_exit = True
-        await serving
+    async with servers.served(app) as url:
+        try:
+            yield f"{url}/"
+        finally:
+            await close_http_session()
 
 
 def reference_server(path="/mcp", *, json_response=False, stateless=False):

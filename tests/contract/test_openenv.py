@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -34,6 +33,7 @@ from actors.task import Task, parse_task
 from actors.trajectory import Graded, InfraFailed, StopReason, Ungraded
 from serve.sampling import Completion, Sampling
 from tests.models import byte_tokenizer
+from tests.servers import served
 
 QUESTION = next(question for question in all_questions(draw_corpus(1)) if len(question.path) == 4)
 TASK = parse_task(QUESTION.task("hard", 1), "test")
@@ -323,22 +323,6 @@ class Lamps(Environment[LampAction, LampObservation, State]):
 
     def close(self):
         type(self).closed += 1
-
-
-@contextlib.asynccontextmanager
-async def served(app):
-    """The app on a free port of this machine; yields its URL."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serving
 
 
 @pytest.fixture

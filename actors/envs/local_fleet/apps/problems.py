@@ -11,11 +11,11 @@ import argparse
 import json
 import random
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from actors.envs.local_fleet.application import Application, ToolError
 
@@ -144,21 +144,44 @@ class Family:
         return [(f"{name}_{split}_{index:04d}_{p.kind}", p) for index, p in enumerate(found.values())]
 
     def main(self, argv: list[str] | None, description: str | None) -> None:
-        """The command line of a generator: write one task file for each split."""
-        name = self.application.env_key
-        program = f"python -m actors.envs.local_fleet.apps.{name}_tasks"
-        parser = argparse.ArgumentParser(prog=program, description=description)
-        parser.add_argument("--train", type=int, default=64, help="training tasks (default %(default)s)")
-        parser.add_argument("--heldout", type=int, default=32, help="held-out tasks (default %(default)s)")
-        parser.add_argument("--seed", type=int, default=1)
-        parser.add_argument("--out-dir", type=Path, default=Path("configs/tasks"))
-        options = parser.parse_args(argv)
-        options.out_dir.mkdir(parents=True, exist_ok=True)
-        for split, count in (("train", options.train), ("heldout", options.heldout)):
-            path = options.out_dir / f"{name}_{split}.json"
-            tasks = [problem.task(key) for key, problem in self.problems(split, count, options.seed)]
-            path.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
-            print(f"{path}: {count} tasks")
+        """The command line of a generator; see :func:`write_task_files`."""
+        write_task_files(self.application.env_key, self.problems, argv, description, train=64, heldout=32)
+
+
+class HasTask(Protocol):
+    """A problem of any application."""
+
+    def task(self, task_key: str) -> dict[str, Any]: ...
+
+
+def write_task_files(
+    env_key: str,
+    problems: Callable[[str, int, int], Sequence[tuple[str, HasTask]]],
+    argv: list[str] | None,
+    description: str | None,
+    *,
+    train: int,
+    heldout: int,
+) -> None:
+    """The command line of a generator: write one task file for each split.
+
+    Args:
+        problems: of (split, count, seed), each with its task key.
+        train, heldout: how many tasks, unless ``argv`` says otherwise.
+    """
+    program = f"python -m actors.envs.local_fleet.apps.{env_key}_tasks"
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--train", type=int, default=train, help="training tasks (default %(default)s)")
+    parser.add_argument("--heldout", type=int, default=heldout, help="held-out tasks (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out-dir", type=Path, default=Path("configs/tasks"))
+    options = parser.parse_args(argv)
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", options.train), ("heldout", options.heldout)):
+        path = options.out_dir / f"{env_key}_{split}.json"
+        tasks = [problem.task(key) for key, problem in problems(split, count, options.seed)]
+        path.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
+        print(f"{path}: {count} tasks")
 
 
 # ---------------------------------------------------------------------------------------------------- the expert

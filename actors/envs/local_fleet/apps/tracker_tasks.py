@@ -7,14 +7,12 @@ Held-out tasks live on another desk (``annex``), whose ticket titles occur on no
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from actors.envs.local_fleet.apps.problems import write_task_files
 from actors.envs.local_fleet.apps.tracker import REMARKS, STATUSES, USERS, Desk, Ticket, Tracker, draw_desk, titles
 
 DATES = ("2026-01-12", "2026-03-09", "2026-06-15", "2026-09-21")
@@ -387,24 +385,8 @@ def problems(split: str, count: int, seed: int) -> list[tuple[str, Problem]]:
     return [(f"tracker_{split}_{index:04d}_{problem.kind}", problem) for index, problem in enumerate(found.values())]
 
 
-def write_tasks(path: Path, split: str, count: int, seed: int) -> None:
-    """Write a task file. The same arguments give the same bytes."""
-    tasks = [problem.task(key) for key, problem in problems(split, count, seed)]
-    path.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m actors.envs.local_fleet.apps.tracker_tasks", description=__doc__)
-    parser.add_argument("--train", type=int, default=512, help="training tasks (default %(default)s)")
-    parser.add_argument("--heldout", type=int, default=160, help="held-out tasks (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out-dir", type=Path, default=Path("configs/tasks"))
-    options = parser.parse_args(argv)
-    options.out_dir.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", options.train), ("heldout", options.heldout)):
-        path = options.out_dir / f"tracker_{split}.json"
-        write_tasks(path, split, count, options.seed)
-        print(f"{path}: {count} tasks")
+    write_task_files("tracker", problems, argv, __doc__, train=512, heldout=160)
 
 
 if __name__ == "__main__":
