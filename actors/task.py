@@ -57,12 +57,25 @@ def parse_task(raw: Any, where: str) -> Task:
 
 
 def load_tasks(path: str | Path) -> list[Task]:
-    """Read a task file: a JSON list, or an object with the list under ``tasks``. Duplicate keys: the first is kept.
+    """Read a task file: a JSON list, an object with the list under ``tasks``, or a ``.parquet`` file of
+    :mod:`actors.task_table`. Duplicate keys: the first is kept.
 
     Raises:
-        TaskFileError: the file is missing, is not JSON, or holds a malformed task.
+        TaskFileError: the file is missing, is not of its format, or holds a malformed task.
     """
     path = Path(path)
+    tasks: dict[str, Task] = {}
+    for index, item in enumerate(_read_raw(path)):
+        task = parse_task(item, f"{path}, task {index}")
+        tasks.setdefault(task.task_key, task)
+    return list(tasks.values())
+
+
+def _read_raw(path: Path) -> list[Any]:
+    if path.suffix == ".parquet":
+        from actors.task_table import read_raw_tasks
+
+        return read_raw_tasks(path)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,8 +88,4 @@ def load_tasks(path: str | Path) -> list[Task]:
         raw = raw.get("tasks")
     if not isinstance(raw, list):
         raise TaskFileError(f'task file {path}: expected a list of tasks or {{"tasks": [...]}}')
-    tasks: dict[str, Task] = {}
-    for index, item in enumerate(raw):
-        task = parse_task(item, f"{path}, task {index}")
-        tasks.setdefault(task.task_key, task)
-    return list(tasks.values())
+    return raw

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from actors.task import Task, TaskFileError, load_tasks, parse_task
 from train.config import DataConfig
+from train.data.run_tasks import load_split
 from train.data.sampler import TaskSampler
-from train.data.splits import load_split, unit_hash
+from train.data.split import unit_hash
 
 GOOD = {"task_key": "a", "prompt": "p", "env_key": "e"}
 

@@ -1,16 +1,10 @@
-"""Which tasks are trained on and which are held out."""
+"""The tasks of a run: those it trains on and those it is evaluated on."""
 
 from __future__ import annotations
 
-import hashlib
-
 from actors.task import Task, TaskFileError, load_tasks
 from train.config import DataConfig
-
-
-def unit_hash(task_key: str) -> float:
-    """MD5 of the task key as a number in [0, 1): the same task falls on the same side in every run."""
-    return int.from_bytes(hashlib.md5(task_key.encode()).digest()[:8], "big") / 2**64
+from train.data.split import unit_hash
 
 
 def load_split(config: DataConfig) -> tuple[list[Task], list[Task]]:

@@ -1,0 +1,91 @@
+"""``manifest.json``: what a prepared data set was made of, and by which rules, so that it can be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from actors.config import Section
+from train.data.split import EnvironmentRule
+
+MANIFEST = "manifest.json"
+TRAIN, VALIDATION = "train.parquet", "validation.parquet"
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be used, in one line."""
+
+
+class InputFile(Section):
+    """The task file."""
+
+    location: str
+    tasks: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class OutputFile(Section):
+    """One side."""
+
+    tasks: int = Field(ge=1)
+    bytes: int = Field(ge=1)
+    sha256: str
+
+
+class Counts(Section):
+    """Tasks of an environment: on each side, in all, and why the others are on neither."""
+
+    train: int
+    eval: int
+    total: int
+    dropped: dict[str, int]
+
+
+class Choices(Section):
+    """What was chosen besides the preset."""
+
+    ratio: float
+    minimum: int
+    cap: int | None
+    held_out: tuple[str, ...]
+    modality: str | None
+    env_keys: tuple[str, ...]
+    difficulties: tuple[int, ...]
+    max_tasks: int | None
+
+
+class Manifest(Section):
+    """``rules_from``: the manifest whose rules the ``stable`` preset went on from."""
+
+    format: Literal[1] = 1
+    preset: str
+    input: InputFile
+    choices: Choices
+    rules_from: str | None
+    counts: dict[str, Counts]
+    rules: dict[str, EnvironmentRule]
+    files: dict[str, OutputFile]
+    versions: dict[str, str]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        ManifestError: there is none, or it is not one.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(f"{path} does not exist: {folder} is no folder that fleet-rl prepare wrote") from None
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        problem = " ".join(first["msg"].split()).lower()
+        raise ManifestError(f"{path} is not a manifest of fleet-rl prepare: {where}: {problem}") from None
