@@ -18,6 +18,7 @@ from actors.trajectory import Cancelled, Group, InfraFailed, Outcome
 from serve.sampling import Sampling
 
 TICKET_POLL_S = 5.0
+TICKETS_AT_ONCE = 64  # asked for in one call
 RELEASE_TIMEOUT_S = 20.0  # for a pool that is being started again
 
 logger = logging.getLogger(__name__)
@@ -129,17 +130,20 @@ class Conductor:
 
     async def _assign(self) -> None:
         while self._living():
-            ticket = await self._buffer.issue.remote(TICKET_POLL_S)
-            if ticket is None:
-                continue
-            ticket_id, _ = ticket
-            task = next(self._settings.order)
-            ids = tuple(f"{ticket_id}/{task.task_key}/{i}" for i in range(self._settings.n_samples))
-            await self._buffer.start.remote(ticket_id, task.task_key, list(ids))
-            group = asyncio.create_task(self._roll_out(GroupOrder(task, ticket_id, ids, self._settings.sampling)))
-            self._groups.add(group)
-            group.add_done_callback(self._groups.discard)
+            tickets = await self._buffer.issue.remote(TICKET_POLL_S, TICKETS_AT_ONCE)
+            orders = [self._order(ticket_id) for ticket_id, _ in tickets]
+            await self._buffer.start.remote([(o.group_id, o.task.task_key, list(o.episode_ids)) for o in orders])
+            for order in orders:
+                group = asyncio.create_task(self._roll_out(order))
+                self._groups.add(group)
+                group.add_done_callback(self._groups.discard)
         raise NoWorkerLeft("every rollout worker has died")
+
+    def _order(self, ticket_id: int) -> GroupOrder:
+        """The next task, for that ticket."""
+        task = next(self._settings.order)
+        ids = tuple(f"{ticket_id}/{task.task_key}/{i}" for i in range(self._settings.n_samples))
+        return GroupOrder(task, ticket_id, ids, self._settings.sampling)
 
     async def _roll_out(self, order: GroupOrder) -> None:
         """One group on the least loaded worker. Whatever happens, its ticket is redeemed or returned."""

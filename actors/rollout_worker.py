@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
+from actors.coalescer import Coalescer
 from actors.config import GeneratorConfig
 from actors.env_pool import EnvPoolClient
 from actors.envs.openenv import OpenEnvServers
-from actors.episode import DialogueRules, Environment, Episode, EpisodeLimits
+from actors.episode import DialogueRules, Environment, Episode, EpisodeLimits, Generate
 from actors.prompt import Prompter
-from actors.replay_buffer import GroupHeader
+from actors.replay_buffer_core import GroupHeader
 from actors.task import Task
 from actors.tool_calls import native_parser
 from actors.trajectory import Group, Trajectory
 from serve.policy import PolicyClient
-from serve.sampling import Sampling
+from serve.sampling import Completion, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,20 @@ def dialogue_rules(generator: GeneratorConfig, tokenizer: Any) -> DialogueRules:
     )
 
 
+def announced_once(generate: Generate, on_first: Callable[[], object]) -> Generate:
+    """``generate`` that calls ``on_first`` before its first turn."""
+    announced = False
+
+    async def announcing(prompt_ids: list[int], sampling: Sampling, **ids: Any) -> Completion:
+        nonlocal announced
+        if not announced:
+            announced = True
+            on_first()
+        return await generate(prompt_ids, sampling, **ids)
+
+    return announcing
+
+
 class EpisodeRunner:
     """Builds and runs episodes against one policy and one pool; plain asyncio, no Ray."""
 
@@ -90,16 +109,22 @@ class EpisodeRunner:
         self.sampled_tokens = 0
         self.episodes = 0
 
-    async def run_group(self, order: GroupOrder) -> Group:
-        """All episodes of a group. If one is cancelled or breaks, its siblings are cancelled and closed first."""
+    async def run_group(self, order: GroupOrder, on_first_turn: Callable[[], object] | None = None) -> Group:
+        """All episodes of a group. If one is cancelled or breaks, its siblings are cancelled and closed first.
+
+        ``on_first_turn`` is called once, when the first of the episodes asks for its first turn.
+        """
+        generate = (
+            self._policy.generate if on_first_turn is None else announced_once(self._policy.generate, on_first_turn)
+        )
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._run_episode(order, index, episode_id))
+                tasks.create_task(self._run_episode(order, index, episode_id, generate))
                 for index, episode_id in enumerate(order.episode_ids)
             ]
         return Group(order.group_id, order.task.task_key, order.task.env_key, [task.result() for task in running])
 
-    async def _run_episode(self, order: GroupOrder, index: int, episode_id: str) -> Trajectory:
+    async def _run_episode(self, order: GroupOrder, index: int, episode_id: str, generate: Generate) -> Trajectory:
         async with self._slots:
             episode = Episode(
                 order.task,
@@ -107,7 +132,7 @@ class EpisodeRunner:
                 group_id=order.group_id,
                 sample_index=index,
                 open_env=lambda: self._open_env(order.task),
-                generate=self._policy.generate,
+                generate=generate,
                 prompter=self._prompter,
                 limits=self._limits,
                 sampling=order.sampling,
@@ -146,6 +171,8 @@ class RolloutWorker:
         self._pool = pool
         self._buffer = buffer
         self._runner: EpisodeRunner | None = None
+        self._commit = Coalescer(self._send_groups)
+        self._generating = Coalescer(self._send_notes)
 
     async def start(self) -> str:
         """Load the tokenizer. Separate from construction, so that its failure reaches the caller as an error."""
@@ -159,9 +186,20 @@ class RolloutWorker:
 
     async def run_group(self, order: GroupOrder) -> str:
         """Roll a group out and redeem its ticket (``order.group_id``). Returns the buffer's verdict."""
-        group = await self._runner.run_group(order)
+        group = await self._runner.run_group(order, lambda: asyncio.ensure_future(self._generating(order.group_id)))
         header = GroupHeader.of(group, self._settings.overlong_filtering)
-        return await self._buffer.commit.remote(order.group_id, header, [ray.put(group)])
+        return await self._commit((order.group_id, header, ray.put(group)))
+
+    async def _send_groups(self, groups: list[tuple[int, GroupHeader, Any]]) -> list[str | Exception]:
+        return await self._buffer.commit.remote(groups)
+
+    async def _send_notes(self, ticket_ids: list[int]) -> list[None]:
+        try:
+            await self._buffer.generating.remote(ticket_ids, self._settings.name)
+        except ray.exceptions.RayError as error:
+            # It serves only to say where a group is that does not come. If the buffer is gone, commits will fail.
+            logger.debug("a note to the replay buffer was lost: %s", error)
+        return [None] * len(ticket_ids)
 
     async def evaluate_group(self, order: GroupOrder) -> Group:
         """Roll a group out for evaluation: it goes back to the caller, not to the buffer."""

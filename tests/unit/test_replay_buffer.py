@@ -1,13 +1,15 @@
 """Tickets, ledger and staleness, as plain Python."""
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+import asyncio
+from pathlib import Path
 
-from actors.ledger import Ledger, LedgerError
-from actors.replay_buffer import GroupHeader, ReplayBufferCore
+import pytest
+
+from actors.replay_buffer import BatchTimeout, ReplayBuffer
+from actors.replay_buffer_core import TRANSITIONS, GroupHeader, ReplayBufferCore, TicketError, TicketState
+from actors.rollout_worker import announced_once
 from actors.trajectory import Cancelled, Graded, InfraFailed, Ungraded
+from train.config import ConfigError, load_config
 
 
 def header(ids, rewards, version, *, ungraded=(), nbytes=100):
@@ -93,102 +95,269 @@ def test_bytes_bound_the_buffer():
     assert core.capacity == 0
 
 
-def test_the_deadline_names_the_outstanding_tickets():
+def started(core, size=2, task="task"):
+    ticket = core.issue()
+    core.start(ticket.ticket_id, task, [f"{ticket.ticket_id}/{i}" for i in range(size)])
+    return ticket
+
+
+def committed(core, ticket, rewards=(0.0, 1.0), version=0, nbytes=100):
+    return core.commit(ticket.ticket_id, header(ticket.episode_ids, rewards, version, nbytes=nbytes), ["ref"])
+
+
+def test_the_deadline_names_the_outstanding_tickets_and_where_they_are():
+    now = [0.0]
+    core = buffer(batch_size=3, clock=lambda: now[0])
+    core.issue()
+    started(core, task="waits-for-an-instance")
+    generating = started(core, task="find-the-printer")
+    now[0] = 40.0
+    core.generating(generating.ticket_id, "rollout_worker_1")
+    now[0] = 100.0
+    committed(core, started(core))
+    assert core.outstanding() == (
+        "1 of 3 groups are buffered; tickets out: 1 issued, 1 dispatched, 1 generating; the oldest: "
+        "#0 ? issued for 100 s; #1 waits-for-an-instance dispatched for 100 s; "
+        "#2 find-the-printer generating on rollout_worker_1 for 60 s"
+    )
+
+
+def test_where_nothing_is_out_the_deadline_says_so():
+    assert buffer().outstanding() == "0 of 2 groups are buffered; no ticket is out, 4 could be given"
+
+
+def test_a_note_that_comes_late_or_twice_changes_nothing():
+    core = buffer()
+    ticket = started(core)
+    core.generating(ticket.ticket_id, "a")
+    core.generating(ticket.ticket_id, "b")
+    assert ticket.worker == "a"
+    committed(core, ticket)
+    core.generating(ticket.ticket_id, "c")
+    core.generating(99, "c")
+    assert core.count(TicketState.BUFFERED) == 1 and ticket.worker == "a"
+
+
+def test_every_state_can_be_reached_and_left_unless_it_is_final():
+    reached = {TicketState.ISSUED}.union(*TRANSITIONS.values())
+    assert reached == set(TicketState) == set(TRANSITIONS)
+    assert {s for s in TicketState if not TRANSITIONS[s]} == {TicketState.TRAINED, TicketState.DROPPED}
+
+
+def test_a_ticket_used_out_of_turn_is_an_error_that_names_it_and_changes_nothing():
     core = buffer()
     ticket = core.issue()
-    core.start(ticket.ticket_id, "find-the-printer", ["a"])
-    assert "#0 find-the-printer in episodes for 0 s" in core.outstanding()
+    with pytest.raises(TicketError, match=r"ticket #0 \? issued cannot become buffered"):
+        core.commit(0, header(["0/0", "0/1"], (0.0, 1.0), 0), ["ref"])
+    core.start(0, "task", ["0/0", "0/1"])
+    with pytest.raises(TicketError, match="ticket #0 task dispatched cannot become dispatched"):
+        core.start(0, "task", ["0/2"])
+    with pytest.raises(TicketError, match="committed and dispatched episodes differ: 0/1, 0/7"):
+        core.commit(0, header(["0/0", "0/7"], (0.0, 1.0), 0), ["ref"])
+    with pytest.raises(TicketError, match="unpublished version"):
+        committed(core, ticket, version=1)
+    with pytest.raises(TicketError, match="ticket #5 is not in flight"):
+        core.commit(5, header(["a"], (1.0,), 0), ["ref"])
+    assert core.ledger.in_flight == 2 and committed(core, ticket) == "buffered"
+    with pytest.raises(TicketError, match="ticket #0 task buffered cannot become buffered"):
+        committed(core, ticket)
 
 
 def test_a_version_that_does_not_grow_is_refused():
-    core = buffer()
-    with pytest.raises(ValueError, match="not newer"):
+    core = buffer(batch_size=1)
+    committed(core, started(core))
+    core.take()
+    with pytest.raises(TicketError, match="version 0 is not newer than 0"):
         core.acknowledge(0)
+    assert core.count(TicketState.TRAINING) == 1
 
 
-def test_an_episode_ends_only_once():
-    ledger = Ledger()
-    ledger.dispatch(["a"])
-    ledger.end("a", Graded(0.0))
-    with pytest.raises(LedgerError):
-        ledger.end("a", Graded(1.0))
-    with pytest.raises(LedgerError):
-        ledger.end("b", Graded(1.0))
+def test_a_batch_is_taken_only_after_the_last_one_was_acknowledged_or_given_back():
+    core = buffer(batch_size=1)
+    committed(core, started(core))
+    committed(core, started(core))
+    (first,) = core.take()
+    with pytest.raises(TicketError, match="the batch of #0 is still in training"):
+        core.take()
+    core.give_back()
+    assert core.take() == [first]
+    core.acknowledge(1)
+    with pytest.raises(TicketError, match="no batch is in training"):
+        core.acknowledge(2)
 
 
-def test_too_few_episodes_for_one_group_is_refused():
-    with pytest.raises(ValueError, match="max_inflight_episodes"):
-        buffer(max_running=0)
+def test_a_batch_given_back_after_the_version_moved_on_is_dropped_where_it_is_stale():
+    core = buffer(batch_size=1, max_staleness=1)
+    committed(core, started(core))
+    core.take()
+    core.advance(2)
+    core.give_back()
+    assert core.dropped == {"stale": 1} and core.capacity == 2
 
 
-class BufferMachine(RuleBasedStateMachine):
-    """Any order of tickets, results, failures, batches and updates keeps the account and the bound."""
-
-    def __init__(self):
-        super().__init__()
-        self.core = buffer(batch_size=2, max_staleness=1, max_running=5)
-        self.running = {}
-        self.taken = False
-        self.trained = set()
-
-    @rule()
-    def issue(self):
-        ticket = self.core.issue()
-        if ticket is not None:
-            ids = [f"{ticket.ticket_id}/{i}" for i in range(2)]
-            self.core.start(ticket.ticket_id, "task", ids)
-            self.running[ticket.ticket_id] = (ids, self.core.version)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), rewards=st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])))
-    def commit(self, data, rewards):
-        ticket_id = data.draw(st.sampled_from(sorted(self.running)))
-        ids, version = self.running.pop(ticket_id)
-        self.core.commit(ticket_id, header(ids, rewards, version), ["ref"])
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), outcome=st.sampled_from([InfraFailed("x"), Cancelled("y")]))
-    def abandon(self, data, outcome):
-        ticket_id = data.draw(st.sampled_from(sorted(self.running)))
-        self.running.pop(ticket_id)
-        self.core.abandon(ticket_id, outcome)
-
-    @precondition(lambda self: not self.taken)
-    @rule()
-    def take(self):
-        batch = self.core.take()
-        if batch is not None:
-            assert len(batch) == 2
-            for ticket in batch:
-                assert 0 <= self.core.lag(ticket.header) <= 1
-                assert ticket.ticket_id not in self.trained
-                self.trained.add(ticket.ticket_id)
-            self.taken = True
-
-    @precondition(lambda self: self.taken)
-    @rule()
-    def acknowledge(self):
-        self.core.acknowledge(self.core.version + 1)
-        self.taken = False
-
-    @invariant()
-    def balanced(self):
-        assert self.core.ledger.balanced
-        assert self.core.ledger.in_flight == 2 * len(self.running)
-        assert self.core.running == len(self.running) <= 5
-        assert self.core.accepted + self.core.running <= (1 + self.core.trained_steps + 1) * 2
+def test_a_batch_is_of_the_oldest_that_are_ready():
+    core = buffer(batch_size=2, max_staleness=2)
+    tickets = [started(core) for _ in range(4)]
+    for index in (3, 1):
+        committed(core, tickets[index])
+    assert [t.ticket_id for t in core.take()] == [1, 3]
 
 
-TestBufferMachine = BufferMachine.TestCase
-TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_a_window_waits_for_slow_groups_that_are_older():
+    core = buffer(batch_size=2, max_staleness=2, window=3)
+    tickets = [started(core) for _ in range(5)]
+    for index in (4, 3, 1):
+        committed(core, tickets[index])
+    assert core.take() is None, "of the three oldest only one is ready"
+    committed(core, tickets[2])
+    assert [t.ticket_id for t in core.take()] == [1, 2]
 
 
-@given(st.lists(st.sampled_from(["graded", "ungraded", "failed", "cancelled"]), max_size=30))
-def test_the_ledger_balances(outcomes):
-    kinds = {"graded": Graded(1.0), "ungraded": Ungraded("a"), "failed": InfraFailed("b"), "cancelled": Cancelled("c")}
-    ledger = Ledger()
-    ledger.dispatch([str(i) for i in range(len(outcomes) + 2)])
-    for index, name in enumerate(outcomes):
-        ledger.end(str(index), kinds[name])
-        assert ledger.balanced
-    assert ledger.snapshot()["in_flight"] == 2
+def test_a_window_of_a_batch_keeps_the_order_of_the_starts():
+    core = buffer(batch_size=2, max_staleness=2, window=2)
+    tickets = [started(core) for _ in range(6)]
+    order = []
+    for index in (5, 4, 1, 3, 2, 0):
+        committed(core, tickets[index])
+        while (batch := core.take()) is not None:
+            order += [t.ticket_id for t in batch]
+            core.acknowledge(core.version + 1)
+    assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_groups_in_flight_count_by_their_expected_size():
+    core = buffer(max_bytes=500, max_staleness=9)
+    committed(core, started(core), nbytes=100)
+    assert core.capacity == 4
+    started(core)
+    assert core.capacity == 3
+
+
+def test_the_next_batch_always_finds_room_whatever_its_size():
+    core = buffer(batch_size=3, max_bytes=10)
+    for _ in range(3):
+        assert committed(core, started(core), nbytes=1000) == "buffered"
+    assert core.capacity == 0 and len(core.take()) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"max_running": 0}, "max_inflight_episodes allows less than one group"),
+        ({"batch_size": 0}, "a batch of 0 groups"),
+        ({"max_staleness": -1}, r"max_staleness -1 leaves \(-1 \+ 1\) \* 2 tickets"),
+        ({"max_bytes": 0}, "max_bytes 0"),
+        ({"window": 1}, "a window of 1 groups never holds a batch of 2: make window at least 2"),
+    ],
+)
+def test_sizes_with_which_no_batch_is_ever_filled_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        buffer(**sizes)
+
+
+def test_a_draining_buffer_gives_nothing_and_says_what_it_dropped():
+    core = buffer()
+    late = started(core)
+    roll_out(core)
+    core.drain("the last step is trained")
+    assert core.issue() is None and committed(core, late) == "draining"
+    assert core.dropped == {"the last step is trained": 1, "draining": 1}
+
+
+@pytest.mark.parametrize(("outcome", "reason"), [(InfraFailed("x"), "failed"), (Cancelled("y"), "cancelled")])
+def test_a_group_that_will_not_come_returns_its_ticket_once(outcome, reason):
+    core = buffer()
+    ticket = started(core)
+    core.abandon(ticket.ticket_id, outcome)
+    core.abandon(ticket.ticket_id, outcome)
+    assert core.dropped == {reason: 1} and core.capacity == 4 and core.ledger.in_flight == 0
+
+
+def test_an_abandonment_that_its_groups_commit_overtook_changes_nothing():
+    core = buffer()
+    ticket = started(core)
+    committed(core, ticket)
+    core.abandon(ticket.ticket_id, InfraFailed("deadline"))
+    assert core.count(TicketState.BUFFERED) == 1 and core.ledger.ended == {"graded": 2}
+
+
+# The actor, without Ray
+
+Actor = ReplayBuffer.__ray_metadata__.modified_class
+
+
+def actor(**overrides):
+    return Actor({"batch_size": 2, "max_staleness": 1, "max_running": 100, "max_bytes": 10**9} | overrides)
+
+
+async def groups_in(buffer, count):
+    """``count`` tickets with two episodes each, and a group for each."""
+    tickets = await buffer.issue(0.0, count)
+    await buffer.start([(ticket, "task", [f"{ticket}/0", f"{ticket}/1"]) for ticket, _ in tickets])
+    return [(t, header([f"{t}/0", f"{t}/1"], (0.0, 1.0), version), f"ref {t}") for t, version in tickets]
+
+
+async def test_tickets_come_several_at_once_and_none_when_the_time_is_up():
+    buffer = actor()
+    assert await buffer.issue(0.0, 3) == [(0, 0), (1, 0), (2, 0)]
+    assert await buffer.issue(0.0, 3) == [(3, 0)]
+    assert await buffer.issue(0.01, 3) == []
+
+
+async def test_a_batch_is_handed_over_as_soon_as_it_is_complete():
+    buffer = actor()
+    waiting = asyncio.create_task(buffer.get_batch(1, 5.0))
+    groups = await groups_in(buffer, 2)
+    assert await buffer.commit(groups[:1]) == ["buffered"] and not waiting.done()
+    assert await buffer.commit(groups[1:]) == ["buffered"]
+    batch = await waiting
+    assert batch["refs"] == ["ref 0", "ref 1"] and batch["lags"] == [0, 0] and batch["version"] == 0
+    await buffer.ack(1, 1)
+    assert (await buffer.snapshot())["trained"] == 2
+
+
+async def test_a_group_that_is_refused_does_not_hold_up_those_that_came_with_it():
+    buffer = actor()
+    good, other = await groups_in(buffer, 2)
+    first, refused, second = await buffer.commit([good, (7, *good[1:]), other])
+    assert (first, second) == ("buffered", "buffered") and "ticket #7 is not in flight" in str(refused)
+
+
+async def test_a_batch_that_does_not_come_says_what_is_out_and_where():
+    buffer = actor()
+    groups = await groups_in(buffer, 3)
+    await buffer.commit(groups[:1])
+    await buffer.generating([1], "rollout_worker_0")
+    with pytest.raises(BatchTimeout) as timeout:
+        await buffer.get_batch(7, 0.01)
+    assert str(timeout.value) == (
+        "no batch for step 7 in 0 s: 1 of 2 groups are buffered; tickets out: 1 dispatched, 1 generating; "
+        "the oldest: #1 task generating on rollout_worker_0 for 0 s; #2 task dispatched for 0 s"
+    )
+
+
+async def test_a_learner_that_waits_learns_that_the_run_ends():
+    buffer = actor()
+    waiting = asyncio.create_task(buffer.get_batch(1, 5.0))
+    await asyncio.sleep(0)
+    await buffer.drain("the run is ending")
+    assert await waiting is None
+
+
+async def test_only_the_first_turn_of_a_group_is_announced():
+    announced, asked = [], []
+
+    async def generate(prompt_ids, sampling, **ids):
+        asked.append((announced[:], ids["request_id"]))
+
+    turn = announced_once(generate, lambda: announced.append("group"))
+    for request_id in ("a-0", "b-0", "a-1"):
+        await turn([1], None, request_id=request_id)
+    assert asked == [(["group"], "a-0"), (["group"], "b-0"), (["group"], "a-1")]
+
+
+def test_a_run_whose_window_is_smaller_than_its_batch_does_not_start():
+    demo = Path(__file__).parents[2] / "configs/demo.yaml"
+    with pytest.raises(ConfigError, match=r"buffer.window 15 never holds a batch of trainer.train_batch_size 16"):
+        load_config(demo, ["--buffer.window", "15"])
+    assert load_config(demo, ["--buffer.window", "16"]).buffer.window == 16
