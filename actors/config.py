@@ -113,4 +113,10 @@ class BufferConfig(Section):
         description="groups whose rewards are all equal: count towards the batch without being trained on, "
         "or are replaced by further groups",
     )
+    window: int | None = Field(
+        None,
+        ge=1,
+        description="a batch is taken from this many of the oldest groups, unfinished ones included; train_batch_size: "
+        "strictly in the order they were started; default: the oldest of those that are ready",
+    )
     batch_deadline: float = Field(1800.0, gt=0, description="seconds the learner waits for a batch")

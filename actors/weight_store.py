@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import ray
 
 from serve.weight_transfer import Header, check_shapes, read_header
+
+Shapes = dict[str, tuple[int, ...]]
 
 Snapshot = TypeVar("Snapshot")
 STATE_FILE = "weights.json"
@@ -32,9 +35,10 @@ class WeightLedger(Generic[Snapshot]):
         """
         self._state_file = state_file
         self._snapshot: Snapshot | None = None
-        self._header: Header | None = None
+        self._shapes: Shapes | None = None
         last = self._read()
         self.version = 0 if last is None else last + 1
+        self._snapshot_version = self.version
         self._write(self.version)
 
     def _read(self) -> int | None:
@@ -48,18 +52,41 @@ class WeightLedger(Generic[Snapshot]):
             raise ValueError(f"{self._state_file} holds the version {version!r}; restore or remove it")
         return version
 
-    def publish(self, header: Header, snapshot: Snapshot) -> int:
-        """Make ``snapshot`` the newest one. Returns its version, which is on disk before anyone can see it.
+    def reserve(self, shapes: Shapes) -> int:
+        """The next version, for weights whose snapshot follows. It is on disk before anyone can see it.
 
         Raises:
-            SnapshotError: it has other tensors than the one before; the newest one stays what it was.
+            SnapshotError: these are other tensors than those before; nothing is reserved.
         """
-        if self._header is not None:
-            check_shapes(header.shapes, self._header.shapes)
+        if self._shapes is not None:
+            check_shapes(shapes, self._shapes)
         self._write(self.version + 1)
         self.version += 1
-        self._snapshot, self._header = snapshot, header
+        self._shapes = shapes
         return self.version
+
+    def deliver(self, version: int, header: Header, snapshot: Snapshot) -> None:
+        """Make ``snapshot`` the one that is handed out, as the reserved ``version``.
+
+        Raises:
+            SnapshotError: it has other tensors than were announced.
+            ValueError: the version was not reserved.
+        """
+        if not self._snapshot_version <= version <= self.version:
+            raise ValueError(f"version {version} is not one whose snapshot is awaited (up to {self.version})")
+        check_shapes(header.shapes, self._shapes or {})
+        self._snapshot, self._snapshot_version = snapshot, version
+
+    def publish(self, header: Header, snapshot: Snapshot) -> int:
+        """Make ``snapshot`` the newest one. Returns its version; see :meth:`reserve`."""
+        version = self.reserve(header.shapes)
+        self.deliver(version, header, snapshot)
+        return version
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the newest version's snapshot is here."""
+        return self._snapshot_version == self.version
 
     def _write(self, version: int) -> None:
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +98,8 @@ class WeightLedger(Generic[Snapshot]):
         os.replace(partial, self._state_file)
 
     def latest(self) -> tuple[int, Snapshot | None]:
-        """The newest version and its snapshot; ``None`` until the first publication: the model folder holds it."""
-        return self.version, self._snapshot
+        """The newest snapshot and its version; ``None`` until the first publication: the model folder holds it."""
+        return self._snapshot_version, self._snapshot
 
 
 @ray.remote(num_cpus=0)
@@ -85,6 +112,8 @@ class WeightStore:
 
     def __init__(self, run_dir: str) -> None:
         self._ledger: WeightLedger[ray.ObjectRef] = WeightLedger(Path(run_dir) / STATE_FILE)
+        self._arrived = asyncio.Event()  # the newest version's snapshot
+        self._arrived.set()
 
     async def publish(self, snapshot: list[ray.ObjectRef] | np.ndarray | bytes) -> int:
         """Publish a snapshot as :func:`serve.weight_transfer.pack_weights` makes it. Returns its version.
@@ -95,14 +124,39 @@ class WeightStore:
         Raises:
             SnapshotError: it is damaged, or is not of the same model as the one before.
         """
-        data: Any = await snapshot[0] if isinstance(snapshot, list) else snapshot
-        array = np.frombuffer(data, dtype=np.uint8)
+        array = await _array(snapshot)
         # An object dies with the process that put it. Put again, it lives as long as this actor, not the learner.
-        return self._ledger.publish(read_header(array), ray.put(array))
+        version = self._ledger.publish(read_header(array), ray.put(array))
+        self._arrived.set()
+        return version
 
-    async def latest(self) -> tuple[int, ray.ObjectRef | None]:
-        """The newest version and a reference to its snapshot; see :meth:`WeightLedger.latest`."""
+    async def reserve(self, shapes: Shapes) -> int:
+        """The next version, for weights that go to the engines directly; see :meth:`WeightLedger.reserve`."""
+        version = self._ledger.reserve(shapes)
+        self._arrived.clear()
+        return version
+
+    async def deliver(self, version: int, snapshot: list[ray.ObjectRef]) -> None:
+        """The snapshot of a reserved version, for replicas that join later; see :meth:`WeightLedger.deliver`."""
+        array = await _array(snapshot)
+        self._ledger.deliver(version, read_header(array), ray.put(array))
+        if self._ledger.delivered:
+            self._arrived.set()
+
+    async def latest(self, wait: bool = False) -> tuple[int, ray.ObjectRef | None]:
+        """The newest snapshot and its version; see :meth:`WeightLedger.latest`.
+
+        Args:
+            wait: until the snapshot of the newest version is here, where it was only announced so far.
+        """
+        if wait:
+            await self._arrived.wait()
         return self._ledger.latest()
 
     def __repr__(self) -> str:
         return "WeightStore"
+
+
+async def _array(snapshot: list[ray.ObjectRef] | np.ndarray | bytes) -> np.ndarray:
+    data: Any = await snapshot[0] if isinstance(snapshot, list) else snapshot
+    return np.frombuffer(data, dtype=np.uint8)

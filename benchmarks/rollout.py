@@ -40,7 +40,7 @@ def run_pipeline(config: RunConfig, groups: int, warm_up: int) -> tuple[float, l
     from train.system import System
 
     with System(config, check_inputs(config), steps=1) as system:
-        system.start(lambda status: print(status.get("phase", ""), flush=True))
+        system.start(lambda status: print(status.get("phase", ""), flush=True), with_learner=False)
         system.roll_out(warm_up, "warm-up")
         begun = time.monotonic()
         done = system.roll_out(groups, "measured")

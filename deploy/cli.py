@@ -64,10 +64,41 @@ def leases(arguments: list[str]) -> int:
     return manage_leases(arguments)
 
 
+def prepare(arguments: list[str]) -> int:
+    from deploy.prepare import main as prepare_data
+
+    return prepare_data(arguments)
+
+
+def trajectories(arguments: list[str]) -> int:
+    from deploy.trajectories import main as manage_trajectories
+
+    return manage_trajectories(arguments)
+
+
+def simulate(arguments: list[str]) -> int:
+    from deploy.simulate import main as simulate_run
+
+    return simulate_run(arguments)
+
+
+def analyze(arguments: list[str]) -> int:
+    from deploy.analyze import main as analyze_run
+
+    return analyze_run(arguments)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "train a policy: CONFIG [--dotted.key value ...], the same as python -m train.run"),
     "validate-config": (validate_config, "check a configuration and print it in full: CONFIG [--dotted.key value ...]"),
+    "analyze": (analyze, "what a run did and what goes wrong in its episodes: RUN --out DIR; see its --help"),
     "model": (model, "make a model folder: smollm2 DIR"),
+    "prepare": (
+        prepare,
+        "split a task file into training and evaluation tasks: --tasks FILE --out DIR; see its --help",
+    ),
+    "trajectories": (trajectories, "look at what a run's policy did: show, grep, export, recover; see its --help"),
+    "simulate": (simulate, "predict step time, utilisation and staleness of a run; see its --help"),
     "leases": (leases, "what runs of this account hold at the control plane: list, clean; see its --help"),
     "local-fleet": (local_fleet, "serve a local Fleet over HTTP: --port N; see its --help"),
 }

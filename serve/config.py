@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serve.weight_routes import RouteSetting
+
 # Of a process that only imports vLLM, which would write to standard output. Replicas have their own, see below.
 QUIET_ENGINE = {"VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -34,6 +36,14 @@ class PolicyConfig(BaseModel):
     )
     omp_threads: int = Field(1, ge=1, description="OpenMP threads of an engine; more than free cores is far slower")
     hf_overrides: dict[str, Any] = Field({}, description="fields to override in the model's config.json")
+    weight_transfer: RouteSetting = Field(
+        "auto",
+        description="how new weights reach the engines: ipc where they share the learner's GPUs, nccl (a broadcast) "
+        "where they have GPUs of their own, else snapshot (object store); auto chooses by placement",
+    )
+    check_weights: Literal["sample", "all"] = Field(
+        "sample", description="tensors whose checksums are compared at both ends of every update"
+    )
     startup_timeout_s: float = Field(600.0, gt=0, description="seconds until a replica must be ready")
     generate_timeout_s: float = Field(600.0, gt=0, description="seconds until a request must be answered")
     update_timeout_s: float = Field(300.0, gt=0, description="seconds until new weights must be in place")
@@ -41,10 +51,15 @@ class PolicyConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_process_reaches_its_devices(self) -> PolicyConfig:
-        if 0 < self.num_gpus < self.tensor_parallel_size:
+        # A single worker may share its GPU with the learner.
+        if self.tensor_parallel_size > 1 and 0 < self.num_gpus < self.tensor_parallel_size:
             raise ValueError(
                 f"policy.num_gpus {self.num_gpus:g} is less than policy.tensor_parallel_size "
                 f"{self.tensor_parallel_size}: a replica needs one GPU for each part of the model"
+            )
+        if self.weight_transfer == "ipc" and not self.num_gpus:
+            raise ValueError(
+                "policy.weight_transfer ipc needs policy.num_gpus above 0: engines share the learner's GPU"
             )
         return self
 

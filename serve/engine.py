@@ -7,20 +7,20 @@ requests are in flight. The classes at the end run in vLLM's own processes, whic
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,12 +34,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferInitRequest,
-    WeightTransferUpdateInfo,
-    WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -50,10 +51,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from serve.config import PolicyConfig
 from serve.sampling import Completion, Sampling
+from serve.weight_group import CHUNK_BYTES, WeightGroup, join_group
+from serve.weight_layout import Checksums, WeightLayout, checksums
+from serve.weight_routes import Invitation, WeightUpdate
 from serve.weight_transfer import SharedFolder, check_received, check_shapes, checkpoint_shapes, read_snapshot
 
 SUPPORTED_VLLM = ((0, 26), (0, 30))  # from, up to but not including
-BACKEND = "fleet-rl-shm"
+BACKEND = "fleet-rl"
 CPU_PREFILL_TOKENS = 2048  # of one engine step
 CPU_BLOCK_TOKENS = 32  # of the cache of keys and values; the least its kernels take
 HEALTH_POLL_S = 1.0
@@ -106,8 +110,8 @@ class UpdateReport:
     """A finished update.
 
     Attributes:
-        seconds: by phase.
-        checksums: of a sample of the tensors, as packed and as found in the engine's processes.
+        seconds: by phase; together the time in which nothing was sampled.
+        checksums: of the tensors that were compared, as they arrived in the engine's processes.
     """
 
     version: int
@@ -120,11 +124,17 @@ class Engine:
 
     Once anything about its weights is uncertain it is dead: its processes are killed, requests in flight fail, and
     nothing is answered any more.
+
+    Attributes:
+        gpus: UUID of each worker's GPU, in rank order; ``None`` for a worker without one.
+        epoch: of the broadcast group it has joined; ``None`` for none.
     """
 
     def __init__(self, llm: AsyncLLM, config: PolicyConfig, folder: SharedFolder, version: int) -> None:
         """Use :meth:`start`."""
         self.version = version
+        self.gpus: tuple[str | None, ...] = ()
+        self.epoch: int | None = None
         self._llm = llm
         self._config = config
         self._folder = folder
@@ -162,6 +172,7 @@ class Engine:
             async with asyncio.timeout(config.startup_timeout_s) as deadline:
                 engine = cls(await asyncio.shield(building), config, folder, version)
                 await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+                engine.gpus = tuple(await engine._llm.collective_rpc("fleet_rl_gpu"))
                 await engine._generate_one_token()
         except BaseException as error:
             await _give_up(building, others)
@@ -194,7 +205,7 @@ class Engine:
                 # While weights change no request is let in, so that an update knows each request it must stamp.
                 while not self._open.is_set():
                     await self._open.wait()
-                self._require_alive()
+                self.require_alive()
                 return await self._run(list(prompt_ids), params, request_id, cache_salt or f"v{self.version}")
         except TimeoutError:
             seconds = self._config.generate_timeout_s
@@ -248,8 +259,33 @@ class Engine:
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocab_size:
             raise RequestRefused(f"the prompt has ids outside the model's {self._vocab_size} tokens")
 
+    async def join(self, invitation: Invitation, offset: int) -> None:
+        """Take part in a broadcast group from now on, with the ranks from ``offset`` on. Sampling waits meanwhile.
+
+        Raises:
+            EngineDead: it hung, and so the engine was ended.
+            RuntimeError: the group did not come about. The engine goes on without one.
+        """
+        async with self._update_lock:
+            self.require_alive()
+            self.epoch = None
+            try:
+                async with asyncio.timeout(invitation.timeout_s + GRACE_S):
+                    await self._llm.collective_rpc("fleet_rl_join", args=(asdict(invitation), offset))
+            except TimeoutError:
+                await self._die(f"joining the broadcast group took over {invitation.timeout_s + GRACE_S:g} s")
+                self.require_alive()
+            except EngineDeadError as error:
+                await self._die(f"vLLM's engine process failed while it joined a group ({error})")
+                self.require_alive()
+            self.epoch = invitation.epoch
+
     async def update(self, path: Path, version: int) -> UpdateReport:
-        """Load the snapshot at ``path`` while requests stand still; they go on under the new weights.
+        """:meth:`receive` the snapshot at ``path``."""
+        return await self.receive(WeightUpdate("snapshot", version, path=str(path)))
+
+    async def receive(self, update: WeightUpdate) -> UpdateReport:
+        """Load new weights while requests stand still; they go on under the new weights.
 
         All or nothing: whatever goes wrong, at whatever point, leaves a dead engine, because half-loaded weights
         answer like whole ones.
@@ -258,47 +294,48 @@ class Engine:
             EngineDead: the update failed, or did not finish within ``update_timeout_s``.
         """
         async with self._update_lock:
-            self._require_alive()
-            report = UpdateReport(version)
+            self.require_alive()
+            report = UpdateReport(update.version)
             try:
                 async with asyncio.timeout(self._config.update_timeout_s) as deadline:
-                    await self._transfer(path, version, report)
+                    await self._transfer(update, report)
             except BaseException as error:
                 reason = f"took over {self._config.update_timeout_s:g} s" if deadline.expired() else f"failed: {error}"
-                await self._die(f"update to version {version} {reason}")
+                await self._die(f"update to version {update.version} {reason}")
                 if isinstance(error, Exception):
                     raise EngineDead(self._death) from error
                 raise
         return report
 
-    async def _transfer(self, path: Path, version: int, report: UpdateReport) -> None:
+    async def abandon(self, reason: str) -> None:
+        """End an engine that waits for weights that will not come. Nothing happens to one that is not updating."""
+        if self._update_lock.locked():
+            await self._die(reason)
+
+    async def _transfer(self, update: WeightUpdate, report: UpdateReport) -> None:
+        if update.route == "snapshot":
+            read_snapshot(update.path)  # a damaged one is better noticed before anything stands still
+        message = update.to_wire()
         began = time.monotonic()
 
         def phase_ended(name: str) -> None:
             report.seconds[name] = time.monotonic() - began - sum(report.seconds.values())
 
-        header, _ = read_snapshot(path)
         self._open.clear()
         while self._admitting:
             await asyncio.sleep(0)
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        # Beneath AsyncLLM.pause_generation, which sleeps for 20 ms to let outputs arrive: _stamp waits for those.
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         phase_ended("pause")
-        await self._llm.start_weight_update()
-        phase_ended("start")
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
-        phase_ended("load")
-        await self._finish_weight_update(str(version))
-        phase_ended("finish")
-        await self._stamp(version)
+        answers = await self._llm.collective_rpc("fleet_rl_receive", args=(message,))
+        report.checksums = answers[0]["checksums"]
+        for phase in answers[0]["seconds"]:
+            report.seconds[phase] = max(answer["seconds"][phase] for answer in answers)
+        phase_ended("call")
+        await self._stamp(update.version)
         await self._llm.resume_generation()
         self._open.set()
         phase_ended("resume")
-        report.checksums = header.checksums
-
-    async def _finish_weight_update(self, version: str) -> None:
-        # vLLM 0.29 keeps a version of its own, for its logs and its HTTP interface.
-        keeps_version = "weight_version" in inspect.signature(self._llm.finish_weight_update).parameters
-        await self._llm.finish_weight_update(**({"weight_version": version} if keeps_version else {}))
 
     async def _stamp(self, version: int) -> None:
         """Note for each request in flight how many tokens it has: the rest is drawn from the new weights.
@@ -308,7 +345,7 @@ class Engine:
         """
         arrived = self._llm.engine_core.outputs_queue
         while not (arrived.empty() and arrived._getters):  # until vLLM's handler waits for more
-            self._require_alive()
+            self.require_alive()
             await asyncio.sleep(0)
         states = self._llm.output_processor.request_states
         for request in self._requests.values():
@@ -319,10 +356,10 @@ class Engine:
 
     async def check(self) -> None:
         """Raise :class:`EngineDead` unless the engine produces tokens; not asked while its weights change."""
-        self._require_alive()
+        self.require_alive()
         if self._llm.errored:
             await self._die("vLLM's engine process ended")
-            self._require_alive()
+            self.require_alive()
         if self._update_lock.locked():
             return
         before = self._tokens_so_far()
@@ -336,7 +373,7 @@ class Engine:
                 await token
         except TimeoutError:
             await self._die(f"the engine produced no token within {self._config.health_timeout_s:g} s")
-            self._require_alive()
+            self.require_alive()
         finally:
             token.cancel()
 
@@ -351,7 +388,8 @@ class Engine:
     def requests_in_flight(self) -> int:
         return len(self._requests)
 
-    def _require_alive(self) -> None:
+    def require_alive(self) -> None:
+        """Raise :class:`EngineDead` once it is."""
         if self._death is not None:
             raise EngineDead(self._death)
 
@@ -520,7 +558,28 @@ def generate_offline(
 
 
 class WorkerExtension:
-    """Names this file to vLLM's workers, which import it and with that know the transfer below."""
+    """What vLLM's workers can do besides: its methods become theirs. Naming it has them import this file."""
+
+    def fleet_rl_gpu(self) -> str | None:
+        """UUID of the worker's GPU."""
+        on_gpu = self.device.type == "cuda"
+        return str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else None
+
+    def fleet_rl_join(self, invitation: dict[str, Any], offset: int) -> None:
+        self.weight_transfer_engine.join(Invitation(**invitation), offset + self.rank)
+
+    def fleet_rl_receive(self, update: dict[str, Any]) -> dict[str, Any]:
+        """A whole update in one call. Returns seconds by phase, and the checksums of what arrived."""
+        seconds: dict[str, float] = {}
+        for phase, step in (
+            ("start", self.start_weight_update),
+            ("load", lambda: self.update_weights(update)),
+            ("finish", self.finish_weight_update),
+        ):
+            began = time.monotonic()
+            step()
+            seconds[phase] = time.monotonic() - began
+        return {"seconds": seconds, "checksums": self.weight_transfer_engine.received}
 
 
 @dataclass
@@ -528,74 +587,165 @@ class _NoInit(WeightTransferInitInfo):
     """Nothing to agree on beforehand."""
 
 
-@dataclass
-class _SnapshotPath(WeightTransferUpdateInfo):
-    path: str
-
-
-class SharedMemoryTransfer(WeightTransferEngine):
-    """Loads a snapshot file of this host's shared memory, as if it were the checkpoint the model was loaded from."""
+class WeightReceiver(WeightTransferEngine):
+    """The engine's end of every route: loads what arrives as if it were the checkpoint the model was loaded from."""
 
     init_info_cls = _NoInit
-    update_info_cls = _SnapshotPath
+    update_info_cls = WeightUpdate
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: _NoInit) -> None:
+        self.received: dict[str, str] = {}
         self._expected = checkpoint_shapes(self.model_config.model)
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._held: dict[str, str] = {}  # what the model must hold afterwards, by checksum
+        self._group: WeightGroup | None = None
+        self._mapped: tuple[bytes, torch.Tensor] | None = None
+        self._in_place = _loads_in_place(self.model)
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         if self._tied:
             # On every update vLLM warns that the output head got no weights: it shares those of the embedding.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+    def join(self, invitation: Invitation, rank: int) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = join_group(invitation, rank, self.device)
+
     def start_weight_update(self) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self.model)
+        if not self._in_place:
+            with set_current_vllm_config(self.vllm_config):
+                initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        self.receive_weights(WeightUpdate(**update_info))
 
-    def receive_weights(self, update_info: _SnapshotPath) -> None:
-        header, tensors = read_snapshot(update_info.path)
-        check_shapes(header.shapes, self._expected)
+    def receive_weights(self, update_info: WeightUpdate) -> None:
+        arrived = Checksums()
+        shapes, sent, tensors = self._incoming(update_info, arrived)
+        check_shapes(shapes, self._expected)
+        converted = Checksums()
+        parameters = dict(self.model.named_parameters())
 
-        def checked():
+        def watched() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
-                check_received(name, tensor, header.checksums)
-                if name in header.checksums:
-                    self._loaded[name] = tensor
+                if name in sent and name in parameters and parameters[name].dtype != tensor.dtype:
+                    converted.add(name, tensor.to(parameters[name].dtype))
                 yield name, tensor
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self.model.load_weights(checked())
+            self.model.load_weights(watched())
+        self.received = arrived.values()
+        check_received(self.received, sent)
+        self._held = sent | converted.values()
+
+    def _incoming(
+        self, update: WeightUpdate, arrived: Checksums
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], Iterator[tuple[str, torch.Tensor]]]:
+        """Shapes and checksums as announced, and the tensors as they arrive, summed up in ``arrived``."""
+        if update.route == "snapshot":
+            header, tensors = read_snapshot(update.path)
+            return header.shapes, header.checksums, _summed(tensors, header.checksums, arrived)
+        layout = WeightLayout.from_wire(update.layout)
+        runs = self._broadcast(update, layout) if update.route == "nccl" else self._map(update)
+        return layout.shapes, update.checksums, _unpacked(layout, runs, update.checksums, arrived)
+
+    def _broadcast(self, update: WeightUpdate, layout: WeightLayout) -> Iterator[tuple[int, torch.Tensor]]:
+        """Bytes as they come, with the place of the first in the run of all."""
+        if self._group is None or self._group.epoch != update.epoch:
+            raise RuntimeError(f"the engine is not in the broadcast group of epoch {update.epoch}")
+        for start, end in layout.chunks(CHUNK_BYTES):
+            # On a GPU the broadcast is only enqueued, and so is the loading of what it brings.
+            data = torch.empty(end - start, dtype=torch.uint8, device=self.device)
+            self._group.broadcast(data)
+            yield start, data
+
+    def _map(self, update: WeightUpdate) -> Iterator[tuple[int, torch.Tensor]]:
+        handle = update.handles[WorkerExtension.fleet_rl_gpu(self)]
+        if self._mapped is None or self._mapped[0] != handle:
+            self._mapped = None  # let go of the last learner's memory before its successor's is mapped
+            self._mapped = handle, _open_handle(handle, self.device)
+        yield 0, self._mapped[1]
 
     def finish_weight_update(self) -> None:
-        with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model, self.model_config)
-            head = getattr(self.model, "lm_head", None)
-            if self._tied and hasattr(head, "quant_method"):
-                # The CPU engine computes the head from a packed copy, and reloads only layers that got tensors of their
-                # own: without this a tied head stays at the weights the engine was started with.
-                head.quant_method.process_weights_after_loading(head)
+        if not self._in_place:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(self.model, self.model_config)
+                head = getattr(self.model, "lm_head", None)
+                if self._tied and hasattr(head, "quant_method"):
+                    # The CPU engine computes the head from a packed copy, and reloads only layers that got tensors of
+                    # their own: without this a tied head stays at the weights the engine was started with.
+                    head.quant_method.process_weights_after_loading(head)
         self._compare_with_model()
-        self._loaded.clear()
 
     def _compare_with_model(self) -> None:
-        """Compare the sampled tensors with the model's, where the model holds them under the same name."""
+        """Compare the sampled tensors with the model's, where the model holds them under the same name and whole."""
         parameters = dict(self.model.named_parameters())
-        for name, tensor in self._loaded.items():
-            held = parameters.get(name)
-            # Others are fused, split or packed.
-            if held is None or held.shape[1:] != tensor.shape[1:] or held.shape[0] < tensor.shape[0]:
+        whole: dict[str, torch.Tensor] = {}
+        for name in self._held:  # the sampled ones
+            rows, parameter = self._expected[name], parameters.get(name)
+            # Others are fused, split or packed; an embedding may have rows on top.
+            if parameter is None or parameter.shape[1:] != rows[1:] or parameter.shape[:1] < rows[:1]:
                 continue
-            if not torch.equal(held[: tensor.shape[0]].cpu(), tensor.to(held.dtype)):
-                raise RuntimeError(f"{name} in the engine differs from the snapshot that was just loaded")
+            whole[name] = parameter[: rows[0]] if rows else parameter
+        for name, found in checksums(whole).items():
+            if found != self._held[name]:
+                raise RuntimeError(f"{name} in the engine differs from what was just loaded")
+        if whole and not torch.stack([tensor.isfinite().all() for tensor in whole.values()]).all():
+            raise RuntimeError("the new weights are not finite")
 
     def shutdown(self) -> None:
-        pass
+        self._mapped = None
+        if self._group is not None:
+            self._group.abort()
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Abstract in vLLM 0.26, gone in 0.29: the learner sends by other means, see :mod:`train.publisher`."""
+        raise NotImplementedError
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
+def _summed(
+    tensors: Iterator[tuple[str, torch.Tensor]], names: Container[str], sums: Checksums
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        if name in names:
+            sums.add(name, tensor)
+        yield name, tensor
+
+
+def _unpacked(
+    layout: WeightLayout, runs: Iterator[tuple[int, torch.Tensor]], names: Iterable[str], sums: Checksums
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in runs of bytes; the checksums of those named go to ``sums``."""
+    for first, data in runs:
+        sums.add_run(layout, data, names, first)
+        yield from layout.views(data, first)
+
+
+def _loads_in_place(model: torch.nn.Module) -> bool:
+    """Whether the model holds its weights as the checkpoint does, so that loading can write straight into them.
+
+    vLLM's own way (its layer-wise reload) loads each layer aside, processes it and copies it into place: needed for
+    anything packed, quantised or derived from the weights, and several times slower.
+    """
+    as_loaded = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+    layers = list(model.modules())
+    methods = {type(getattr(layer, "quant_method", None)) for layer in layers}
+    derived = any(isinstance(layer, MLAAttention) for layer in layers)
+    return current_platform.is_cuda() and methods <= as_loaded and not derived
+
+
+def _open_handle(handle: bytes, device: torch.device) -> torch.Tensor:
+    """Map memory of another process on the same GPU, as :func:`train.publisher.export_handle` described it."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    # From this run's own learner, through Ray, which would unpickle whatever came that way as well.
+    arguments = list(pickle.loads(handle))
+    arguments[6] = device.index  # of the device in this process; the other one may count differently
+    return rebuild_cuda_tensor(*arguments)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
 
 
 class _EndsWithParent:

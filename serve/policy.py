@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
@@ -18,6 +19,8 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from serve.config import PolicyConfig
 from serve.sampling import Completion, Sampling
+from serve.weight_group import in_thread
+from serve.weight_routes import Invitation, Member, RouteSetting, WeightUpdate
 from serve.weight_transfer import SharedFolder, remove_abandoned
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ HEALTH_PERIOD_S = 2.0
 STATUS_POLL_S = 0.2
 SHUTDOWN_TIMEOUT_S = 30.0
 CONSTRUCTOR_TRIES = 2
+ROLL_CALL_TIMEOUT_S = 10.0  # a replica answers at once, whatever its engine does
 # Serve's defaults favour user code that blocks: they run it, and each caller's router, on threads of their own. Ours
 # never blocks, and the hops between threads cost more than the request itself.
 REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
@@ -42,6 +46,16 @@ class PolicyUpdateError(RuntimeError):
 
 class PolicyStartError(RuntimeError):
     """The policy did not become healthy. The message says why."""
+
+
+class Collective(Protocol):
+    """The learner's part in an update that all replicas and it perform together."""
+
+    def run(self) -> None:
+        """Returns when it is done, or raises."""
+
+    def abort(self) -> None:
+        """End a ``run`` that hangs, from another thread."""
 
 
 class Policy:
@@ -60,6 +74,7 @@ class Policy:
         self._app_name = app_name
         self._store = weight_store
         self._catching_up = asyncio.Lock()
+        self._abandoned = 0  # version of the last update that the learner gave up
         self._report: UpdateReport | None = None
         self._replica = serve.get_replica_context().replica_id.unique_id
         version, ref = await self._published()
@@ -68,7 +83,7 @@ class Policy:
         self._engine: Engine = await Engine.start(config, model_path, self._folder, at_model_path)
         engine_s = time.monotonic() - began
         try:
-            await self._catch_up()
+            await self._catch_up(wait=True)
         except BaseException:
             await self._engine.shutdown()
             raise
@@ -80,47 +95,101 @@ class Policy:
         """See :meth:`serve.engine.Engine.generate`."""
         return await self._engine.generate(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
 
+    async def roll_call(self) -> Member:
+        """What a publication needs to know of this replica.
+
+        Raises:
+            EngineDead: it is waiting to be replaced.
+        """
+        self._engine.require_alive()
+        return Member(self._replica, self._engine.gpus, self._engine.version)
+
+    async def join_group(self, invitation: Invitation) -> dict[str, Any]:
+        """Join the broadcast group, if invited. Returns ``replica`` and ``error`` (``None`` if all went well)."""
+        offset = invitation.offsets.get(self._replica)
+        if offset is None:
+            return {"replica": self._replica, "error": None}
+        return await self._answer(self._engine.join(invitation, offset))
+
     async def update_weights(self, version: int) -> dict[str, Any]:
-        """Load the newest published weights, which must be ``version``.
+        """Load the newest published snapshot, which must be ``version``.
 
         Returns:
             ``replica``, ``version`` as it is now, ``error`` (``None`` if all went well), and of the last update
-            ``seconds`` by phase and ``checksums`` of a sample of the tensors.
+            ``seconds`` by phase and ``checksums`` of the tensors that were compared.
         """
+        result = await self._answer(self._catch_up())
+        if result["error"] is None and result["version"] != version:
+            result["error"] = f"it holds version {result['version']}, not {version}"
+        return result
+
+    async def receive_weights(self, update: WeightUpdate) -> dict[str, Any]:
+        """Load what the learner sends, if this replica is among those it is sent to.
+
+        A replica that is not was unknown when the learner called the roll: it loads the snapshot that follows.
+
+        Returns:
+            As :meth:`update_weights`, and ``member``: whether it was meant.
+        """
+        return await self._answer(self._receive(update)) | {"member": self._replica in update.members}
+
+    async def _receive(self, update: WeightUpdate) -> None:
+        if self._replica not in update.members:
+            return
+        async with self._catching_up:
+            if update.version <= self._abandoned:
+                raise PolicyUpdateError("the learner gave it up before it began")
+            if update.route == "nccl" and update.epoch != self._engine.epoch:
+                raise PolicyUpdateError(f"it is in the broadcast group {self._engine.epoch}, not {update.epoch}")
+            if update.version > self._engine.version:
+                self._report = await self._engine.receive(update)
+
+    async def abandon_update(self, version: int, reason: str) -> None:
+        """Some member of the group is gone, and so the weights of ``version`` will not come: this engine ends too."""
+        self._abandoned = version
+        if self._engine.version < version:
+            await self._engine.abandon(f"update to version {version} abandoned: {reason}")
+
+    async def _answer(self, work: Coroutine[Any, Any, None]) -> dict[str, Any]:
+        """The result of an update, whatever became of it."""
         result: dict[str, Any] = {"replica": self._replica, "error": None}
         try:
-            await self._catch_up()
+            await work
         except (RuntimeError, ValueError, OSError, RayError) as error:
             result["error"] = str(error)
         result |= {"version": self._engine.version, "seconds": {}, "checksums": {}}
         if self._report is not None:
             result |= {"seconds": self._report.seconds, "checksums": self._report.checksums}
-        if result["error"] is None and result["version"] != version:
-            result["error"] = f"it holds version {result['version']}, not {version}"
         return result
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self, wait: bool = False) -> None:
         """Load what the weight store has published, until it has nothing newer.
 
         One at a time: an announced update and a health check may see the same new version, and whoever loads it first
         removes the file that the other would read.
+
+        Args:
+            wait: for a snapshot that is still on its way to the store. A replica that starts must hold it; one that
+                runs may be getting the same weights from the learner this moment.
         """
         async with self._catching_up:
-            while (published := await self._published())[0] > self._engine.version:
+            while (published := await self._published(wait))[0] > self._engine.version:
                 self._report = await self._load(*published)
+                wait = False  # or a learner that publishes faster than this loads would keep it waiting
 
-    async def _published(self) -> tuple[int, ray.ObjectRef | None]:
+    async def _published(self, wait: bool = False) -> tuple[int, ray.ObjectRef | None]:
         """Newest version and its snapshot. Without a weight store, and so without its run, the policy ends."""
         if self._store is None:
             return 0, None
         try:
-            return await self._store.latest.remote()
+            return await self._store.latest.remote(wait)
         except ActorDiedError:
             logger.error("the weight store is gone, so is the run of %s: the policy ends", self._app_name)
             await asyncio.to_thread(serve.delete, self._app_name, _blocking=False)
             raise
 
     async def _load(self, version: int, ref: ray.ObjectRef) -> UpdateReport:
+        self._engine.require_alive()  # the files of a dead one are gone
         began = time.monotonic()
         snapshot = await ref
         with self._folder.snapshot_file(snapshot, version) as path:
@@ -159,14 +228,16 @@ class Policy:
 class PolicyClient:
     """What actors hold of the policy. Can be pickled into them."""
 
-    def __init__(self, app_name: str, handle: DeploymentHandle, sticky: bool) -> None:
-        """Use :func:`deploy_policy`. ``sticky`` keeps the requests of a session on one replica."""
+    def __init__(self, app_name: str, handle: DeploymentHandle, config: PolicyConfig) -> None:
+        """Use :func:`deploy_policy`."""
+        self.route: RouteSetting = config.weight_transfer
+        self.check_weights = config.check_weights
         self._app_name = app_name
-        self._handle = handle
+        self._replicas = _Replicas(handle)
         # Serve's gRPC transport instead of actor calls: 1.6 ms of CPU for a request in place of 2.9, on both sides
         # together, because an actor call that Serve may reject is a stream, whose items pass through threads.
         self._requests = handle.options(_by_reference=False)
-        self._sticky = sticky
+        self._sticky = _sticky(config)  # requests of a session go to one replica
 
     async def generate(
         self,
@@ -205,15 +276,74 @@ class PolicyClient:
             PolicyUpdateError: a replica failed, died, or did not confirm ``version`` in time. Replicas that failed
                 answer nothing any more and are being replaced.
         """
-        results = self._broadcast("update_weights", version, timeout_s=timeout_s)
-        failures = [
-            f"replica {result['replica']}: {result['error']}" if isinstance(result, dict) else str(result)
-            for result in results
-            if not isinstance(result, dict) or result["error"] is not None
-        ]
-        if failures:
-            raise PolicyUpdateError(f"update to version {version}: {'; '.join(failures)}")
+        results = self._replicas.ask("update_weights", version, timeout_s=timeout_s)
+        _raise_failures(version, results)
         return results
+
+    def roll_call(self, timeout_s: float = ROLL_CALL_TIMEOUT_S) -> list[Member]:
+        """The replicas that can take part in an update now. Those that are starting or dying do not answer."""
+        try:
+            answers = list(self._replicas.answers("roll_call", timeout_s=timeout_s))
+        except PolicyUpdateError:
+            return []
+        return [answer for answer in answers if isinstance(answer, Member)]
+
+    def join_group(self, invitation: Invitation) -> list[str]:
+        """Have the invited replicas join a broadcast group. Returns what went wrong, one line each."""
+        answers = self._replicas.ask("join_group", invitation, timeout_s=invitation.timeout_s + ROLL_CALL_TIMEOUT_S)
+        return _failures(answers)
+
+    def transfer(
+        self, update: WeightUpdate, timeout_s: float, collective: Collective | None = None
+    ) -> list[dict[str, Any]]:
+        """Have all members take ``update`` from the learner at once, and wait for them.
+
+        A collective runs beside the call that it belongs to, because only the call tells of a replica that fails. Then
+        those that still wait for weights are ended, too, for they would wait for ever: half-loaded.
+
+        Returns:
+            What :meth:`Policy.receive_weights` returns, for each member.
+
+        Raises:
+            PolicyUpdateError: a member failed, died, or did not confirm in time; see :meth:`update`.
+        """
+        running = None if collective is None else in_thread(collective.run)
+        results: list[Any] = []
+        for answer in self._replicas.answers("receive_weights", update, timeout_s=timeout_s):
+            results.append(answer)
+            if running is not None and not running.done() and self._lost(answer, update.members):
+                collective.abort()
+                self._replicas.ask("abandon_update", update.version, "a replica failed", timeout_s=ROLL_CALL_TIMEOUT_S)
+                running = None
+        if running is not None:
+            results += _outcome(running, collective, timeout_s)
+        meant = [result for result in results if isinstance(result, Exception) or result["member"]]
+        _raise_failures(update.version, meant)
+        missing = set(update.members) - {result["replica"] for result in meant}
+        if missing:
+            raise PolicyUpdateError(f"update to version {update.version}: no answer from {', '.join(sorted(missing))}")
+        return meant
+
+    def _lost(self, answer: Any, members: Sequence[str]) -> bool:
+        """Whether an answer means that some member will not do its part of a collective."""
+        if isinstance(answer, dict):
+            return answer["member"] and answer["error"] is not None
+        if isinstance(answer, TimeoutError):
+            return True
+        # The answer of the dead does not say who they were; perhaps no member.
+        return not set(members) <= {member.replica for member in self.roll_call()}
+
+    def wait_for(self, version: int, timeout_s: float) -> None:
+        """Until some replica holds ``version`` or a newer one: after a failed update, one that was replaced.
+
+        Raises:
+            PolicyUpdateError: none did in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while max((member.version for member in self.roll_call()), default=-1) < version:
+            if time.monotonic() > deadline:
+                raise PolicyUpdateError(f"no replica held version {version} within {timeout_s:g} s")
+            time.sleep(STATUS_POLL_S)
 
     def versions(self, timeout_s: float = 60.0) -> list[int]:
         """The version of each replica."""
@@ -221,16 +351,16 @@ class PolicyClient:
 
     def stats(self, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """What :meth:`Policy.stats` returns, for each replica that answers."""
-        return [result for result in self._broadcast("stats", timeout_s=timeout_s) if isinstance(result, dict)]
+        answers = self._replicas.ask("stats", timeout_s=timeout_s)
+        return [answer for answer in answers if isinstance(answer, dict)]
 
-    def _broadcast(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        # Ray 2.60 calls this interface alpha; nothing else reaches every replica in one call.
-        try:
-            return self._handle.broadcast(method, *args).results(timeout_s=timeout_s, return_exceptions=True)
-        except TimeoutError:
-            raise PolicyUpdateError(f"{method}: not all replicas answered within {timeout_s:g} s") from None
-        except RayServeException as error:
-            raise PolicyUpdateError(f"{method}: no replica answers: {error}") from None
+    def wait_until_healthy(self, timeout_s: float) -> None:
+        """Return once every replica is healthy.
+
+        Raises:
+            PolicyStartError: a replica failed to start, or not all were healthy in time.
+        """
+        _wait_until_running(self._app_name, timeout_s)
 
     def shutdown(self) -> None:
         """End the replicas and wait until they are gone. Idempotent.
@@ -241,37 +371,92 @@ class PolicyClient:
             serve.delete(self._app_name)
 
 
+class _Replicas:
+    """Reaches every running replica in one call.
+
+    The only place that knows Serve's ``broadcast``: Ray 2.60 calls it alpha, and its answers can only be had all at
+    once, where a failure must be known before the others have answered.
+    """
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """The answer of each replica, or the exception in its place, in any order.
+
+        Raises:
+            PolicyUpdateError: there is no replica, or one did not answer in time.
+        """
+        answers = list(self.answers(method, *args, timeout_s=timeout_s))
+        if late := [answer for answer in answers if isinstance(answer, TimeoutError)]:
+            raise PolicyUpdateError(f"{method}: {len(late)} replicas did not answer within {timeout_s:g} s")
+        return answers
+
+    def answers(self, method: str, *args: Any, timeout_s: float) -> Iterator[Any]:
+        """As :meth:`ask`, each as it comes; a late one is a ``TimeoutError``."""
+        try:
+            calls = self._handle.broadcast(method, *args)._fetch_replica_results_sync(timeout_s)
+        except TimeoutError:
+            raise PolicyUpdateError(f"{method}: no replica answers within {timeout_s:g} s") from None
+        except RayServeException as error:
+            raise PolicyUpdateError(f"{method}: no replica answers: {error}") from None
+        if not calls:
+            raise PolicyUpdateError(f"{method}: no replica answers: none is running")
+        with ThreadPoolExecutor(len(calls)) as threads:
+            for answered in as_completed([threads.submit(call.get, timeout_s) for call in calls]):
+                yield answered.exception() or answered.result()
+
+
+def _outcome(running: Future[None], collective: Collective, timeout_s: float) -> list[Exception]:
+    """What went wrong in the learner's part of an update, which is ended if it takes too long."""
+    try:
+        running.result(timeout_s)
+    except TimeoutError:
+        collective.abort()
+        return [TimeoutError(f"the learner's part took over {timeout_s:g} s")]
+    except Exception as error:
+        return [error]
+    return []
+
+
+def _failures(answers: Sequence[Any]) -> list[str]:
+    return [
+        f"replica {answer['replica']}: {answer['error']}" if isinstance(answer, dict) else str(answer)
+        for answer in answers
+        if not isinstance(answer, dict) or answer["error"] is not None
+    ]
+
+
+def _raise_failures(version: int, answers: Sequence[Any]) -> None:
+    if failures := _failures(answers):
+        raise PolicyUpdateError(f"update to version {version}: {'; '.join(failures)}")
+
+
 def deploy_policy(config: PolicyConfig, model_path: str, weight_store: Any | None, app_name: str) -> PolicyClient:
-    """Start the policy and wait until every replica is healthy.
+    """Have the policy's replicas started; see :meth:`PolicyClient.wait_until_healthy`.
 
     Args:
         model_path: folder (or name in the local Hugging Face cache) of the model that is version 0.
         weight_store: see :class:`Policy`.
         app_name: of the Serve application, as the dashboard shows it.
-
-    Raises:
-        PolicyStartError: a replica failed to start, or not all were healthy within ``startup_timeout_s``.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # No proxies: nobody speaks HTTP to the policy, and each would cost a process.
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False))
-    sticky = config.num_replicas > 1
-    application = _deployment(config, sticky).bind(config, model_path, weight_store, app_name)
+    application = _deployment(config).bind(config, model_path, weight_store, app_name)
     handle = serve.run_many(
         [serve.RunTarget(application, name=app_name, route_prefix=None)], wait_for_applications_running=False
     )[0]
-    client = PolicyClient(app_name, handle, sticky)
-    try:
-        _wait_until_running(app_name, config.startup_timeout_s)
-    except BaseException:
-        client.shutdown()
-        raise
-    return client
+    return PolicyClient(app_name, handle, config)
 
 
-def _deployment(config: PolicyConfig, sticky: bool) -> serve.Deployment:
+def _sticky(config: PolicyConfig) -> bool:
+    return config.num_replicas > 1
+
+
+def _deployment(config: PolicyConfig) -> serve.Deployment:
     options: dict[str, Any] = {}
-    if sticky:
+    if _sticky(config):
         options["request_router_config"] = RequestRouterConfig(
             request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
         )

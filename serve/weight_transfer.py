@@ -8,9 +8,7 @@ worker processes read it.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -24,18 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+
+from serve.weight_layout import CHECKSUMS, CheckWeights, SnapshotError, WeightImage, WeightLayout, checksum
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "fleet-rl-"
-SAMPLED_TENSORS = 8
-# Hashing costs about a second per GiB on each side; embeddings of large models are left to the size check.
-LARGEST_SAMPLED_BYTES = 64 * 2**20
-_CHECKSUMS = "checksums"
-
-
-class SnapshotError(ValueError):
-    """A snapshot is damaged or does not fit the model. The message says what, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +42,41 @@ class Header:
     checksums: dict[str, str]
 
 
-def pack_weights(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Serialise named CPU tensors as a snapshot: uint8 [bytes].
+def pack_weights(tensors: Mapping[str, torch.Tensor], check: CheckWeights = "sample") -> np.ndarray:
+    """Serialise named tensors as a snapshot: uint8 [bytes].
 
     Names and shapes must be those of the model folder that the policy was started from; a tied output head is not
     among them.
     """
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    checksums = {name: checksum(contiguous[name]) for name in _sample(contiguous)}
-    return np.frombuffer(save(contiguous, metadata={_CHECKSUMS: json.dumps(checksums)}), dtype=np.uint8)
+    layout = WeightLayout((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    return pack_named(layout, tensors.items(), check)
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """Of a tensor's bytes, dtype included in the sense that other bytes give another sum."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()
+def pack_named(
+    layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]], check: CheckWeights = "sample"
+) -> np.ndarray:
+    """As :func:`pack_weights`, of tensors that are there one at a time only."""
+    snapshot, body = _empty_snapshot(layout, dict.fromkeys(layout.sampled(check), checksum(torch.empty(0))))
+    image = WeightImage(layout, body.device, body)
+    image.fill(named)
+    header = layout.header(image.checksums(check))
+    snapshot[: len(header)] = np.frombuffer(header, dtype=np.uint8)  # as long as the one before
+    return snapshot
 
 
-def _sample(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    names = sorted(name for name, tensor in tensors.items() if tensor.nbytes <= LARGEST_SAMPLED_BYTES)
-    stride = max(1, math.ceil(len(names) / SAMPLED_TENSORS))
-    return names[::stride]
+def snapshot_of(image: WeightImage, sums: Mapping[str, str]) -> np.ndarray:
+    """A snapshot of what is in ``image``, with the checksums that were made of it. Waits for the device."""
+    snapshot, body = _empty_snapshot(image.layout, sums)
+    body.copy_(image.data)
+    return snapshot
+
+
+def _empty_snapshot(layout: WeightLayout, sums: Mapping[str, str]) -> tuple[np.ndarray, torch.Tensor]:
+    """The array with its header written, and the part of it that the tensors go to."""
+    header = layout.header(sums)
+    snapshot = np.empty(len(header) + layout.nbytes, dtype=np.uint8)
+    snapshot[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+    return snapshot, torch.from_numpy(snapshot[len(header) :])
 
 
 def read_header(snapshot: np.ndarray) -> Header:
@@ -87,7 +92,7 @@ def read_header(snapshot: np.ndarray) -> Header:
         metadata = entries.pop("__metadata__", {})
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
         size = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        checksums = json.loads(metadata.get(_CHECKSUMS, "{}"))
+        checksums = json.loads(metadata.get(CHECKSUMS, "{}"))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise SnapshotError(f"snapshot of {len(data)} bytes has no header ({error}); publish it anew") from None
     if size != len(data):
@@ -144,10 +149,11 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
             raise SnapshotError(f"snapshot tensor {name} has shape {list(shape)}, the model {list(expected[name])}")
 
 
-def check_received(name: str, tensor: torch.Tensor, checksums: Mapping[str, str]) -> None:
-    """Raise :class:`SnapshotError` where a tensor is not the one that was packed. Only sampled ones can be compared."""
-    if name in checksums and checksum(tensor) != checksums[name]:
-        raise SnapshotError(f"snapshot tensor {name} changed on the way: its checksum differs; publish it anew")
+def check_received(received: Mapping[str, str], sent: Mapping[str, str]) -> None:
+    """Raise :class:`SnapshotError` where the checksum of a tensor that arrived is not the one that was sent."""
+    for name, expected in sent.items():
+        if received.get(name) != expected:
+            raise SnapshotError(f"tensor {name} changed on the way: its checksum differs; publish the weights anew")
 
 
 class SharedFolder:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from actors.config import BufferConfig, EnvironmentConfig, GeneratorConfig, Section
@@ -71,7 +72,8 @@ class LearnerConfig(Section):
     use_gpu: bool = True
     num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a rank")
     num_threads: int = Field(1, ge=1, description="OpenMP threads of a rank")
-    zero_stage: Literal[1, 2] = Field(2, description="DeepSpeed ZeRO stage")
+    num_gpus: float = Field(1.0, gt=0, description="GPUs of a rank; less than 1 shares one with replicas of the policy")
+    zero_stage: Literal[1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
     tokens_per_microbatch: int = Field(16_384, ge=1)
     start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks are up")
     publish_timeout: float = Field(300.0, gt=0, description="seconds one weight update may take on all replicas")
@@ -88,7 +90,9 @@ class TrainerConfig(Section):
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epochs say")
     ckpt_interval: int = Field(10, ge=1, description="steps between checkpoints; the last step always writes one")
     max_ckpts_to_keep: int = Field(2, ge=1)
-    dump_trajectories: bool = Field(False, description="write every training batch to run_dir/trajectories")
+    dump_trajectories: bool = Field(
+        False, description="keep every training batch and evaluation, token by token, in run_dir/trajectories"
+    )
     eval_before_train: bool = True
     eval_after_train: bool = True
 
@@ -101,6 +105,15 @@ class DataConfig(Section):
     eval_ratio: float = Field(0.1, gt=0, lt=1, description="share held out of train_tasks when eval_tasks is not set")
     max_tasks: int | None = Field(None, ge=1, description="at most this many training tasks")
     max_eval_tasks: int | None = Field(None, ge=1, description="at most this many held-out tasks")
+
+
+class TrajectoriesConfig(Section):
+    """How trajectories are kept, where ``trainer.dump_trajectories`` is set."""
+
+    jsonl: bool = Field(True, description="write lines of JSON beside each Parquet file; large runs can do without")
+    upload_to: str | None = Field(
+        None, pattern=r"^s3://[^/]+", description="folder in S3; a run's files go to UPLOAD_TO/NAME/trajectories"
+    )
 
 
 class TrackingConfig(Section):
@@ -128,6 +141,7 @@ class RunConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     buffer: BufferConfig = BufferConfig()
     data: DataConfig
+    trajectories: TrajectoriesConfig = TrajectoriesConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property
@@ -142,11 +156,18 @@ class RunConfig(Section):
                 f"generator.max_inflight_episodes {generator.max_inflight_episodes} holds no group of "
                 f"generator.n_samples_per_prompt {generator.n_samples_per_prompt}"
             )
+        if self.buffer.window is not None and self.buffer.window < trainer.train_batch_size:
+            raise ValueError(
+                f"buffer.window {self.buffer.window} never holds a batch of trainer.train_batch_size "
+                f"{trainer.train_batch_size} groups: make it at least as large"
+            )
         if generator.max_input_length >= self.policy.max_model_len:
             raise ValueError(
                 f"generator.max_input_length {generator.max_input_length} leaves no room to sample in "
                 f"policy.max_model_len {self.policy.max_model_len}"
             )
+        if self.trajectories.upload_to and not trainer.dump_trajectories:
+            raise ValueError("trajectories.upload_to is set but trainer.dump_trajectories is not: nothing is kept")
         if trainer.algorithm.use_kl_loss and trainer.algorithm.kl_loss_coef == 0:
             raise ValueError("trainer.algorithm.use_kl_loss is set but kl_loss_coef is 0")
         if generator.sampling_params.temperature == 0:
@@ -183,11 +204,11 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     Raises:
         ConfigError: one line that names the key and, for an unknown one, the nearest known key.
     """
-    raw = _read_yaml(path)
+    raw = read_yaml(path)
     for argument in overrides:
         key = argument[2:].partition("=")[0]
         if argument.startswith("--") and key != "help" and key not in known_keys():
-            raise ConfigError(_unknown_key(key))
+            raise ConfigError(unknown_key(key))
     try:
         source = CliSettingsSource(_CommandLine, cli_parse_args=overrides)
         merged = _CommandLine(_cli_settings_source=source, **raw)
@@ -203,7 +224,12 @@ def print_help() -> None:
     CliSettingsSource(_CommandLine, cli_parse_args=False).root_parser.print_help()
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -217,13 +243,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def describe(error: ValidationError) -> str:
-    """The first problem of a validation error, in one line."""
+def describe(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
+    """The first problem of a validation error of ``model``, in one line."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
-        return _unknown_key(where) + more
+        return unknown_key(where, model) + more
     message = first["msg"].removeprefix("Value error, ")
     if not where:
         return message + more
@@ -236,11 +262,19 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys += known_keys(info.annotation, f"{prefix}{name}.")
+        section = section_of(info)
+        if section is not None:
+            keys += known_keys(section, f"{prefix}{name}.")
     return keys
 
 
-def _unknown_key(key: str) -> str:
-    nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, be it optional or not; ``None``: it holds a value."""
+    kinds = get_args(info.annotation) or (info.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def unknown_key(key: str, model: type[BaseModel] = RunConfig) -> str:
+    """What to say of a key that ``model`` does not have."""
+    nearest = difflib.get_close_matches(key, known_keys(model), n=1, cutoff=0.0)
     return f"unknown key '{key}'; the nearest known key is '{nearest[0]}'"

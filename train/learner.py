@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from train.advantages import Estimator
 from train.learner_control import LearnerControl
 from train.losses import LossSettings
+from train.trajectory_store import StoreSettings
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class LearnerSettings:
     estimator: Estimator = "dr_grpo"
     norm_by_std: bool = True
     overlong_filtering: bool = True
-    trajectory_dir: str | None = None  # none: batches are not written
+    trajectories: StoreSettings | None = None  # none: batches are not written
     samples_per_task: int = 4  # only named in metrics, as in reward/avg_pass_at_4
     shuffle_rewards: bool = False  # a control: nothing to learn
     loss: LossSettings = field(default_factory=LossSettings)
@@ -61,7 +62,7 @@ class LearnerSettings:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     gradient_checkpointing: bool = False
     tokens_per_microbatch: int = 16_384  # distinct tokens; a longer trajectory is a micro-batch of its own
-    zero_stage: Literal[1, 2] = 2
+    zero_stage: Literal[1, 2, 3] = 2
     num_workers: int = 1
     threads: int = 1
     use_gpu: bool = False
@@ -79,8 +80,8 @@ class LearnerSettings:
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise LearnerError(f"dtype '{self.dtype}' is not supported; use float32 or bfloat16")
-        if self.zero_stage not in (1, 2):
-            raise LearnerError(f"ZeRO stage {self.zero_stage} is not supported; use 1 or 2")
+        if self.zero_stage not in (1, 2, 3):
+            raise LearnerError(f"ZeRO stage {self.zero_stage} is not supported; use 1, 2 or 3")
         if self.temperature <= 0:
             raise LearnerError(f"temperature {self.temperature} must be above 0")
 
@@ -103,13 +104,29 @@ class BatchSource(Protocol):
         """The batch of ``step`` has been trained on and its weights are policy ``version``."""
 
 
+class NamedWeights(Protocol):
+    """The learner's weights under the names of the checkpoint format, on every rank in the same order."""
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and shape of each whole tensor."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor whole, good until the next one is asked for. All ranks iterate, or none."""
+
+
 class Publisher(Protocol):
-    """Brings weights to the policy's replicas. Pickled to rank 0 and called there after every step."""
+    """Brings weights to the policy's replicas. Pickled to every rank and called there after every step."""
 
     last: Metrics  # seconds by phase of the last publication
 
-    def __call__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], step: int) -> int:
-        """Publish, wait for all replicas, return the new policy version."""
+    def __call__(self, weights: NamedWeights, step: int) -> int:
+        """In rank 0: publish, wait for the replicas, return the new policy version."""
+
+    def assist(self, weights: NamedWeights) -> None:
+        """In every other rank, at the same time: iterate over ``weights`` where rank 0 does."""
+
+    def close(self) -> None:
+        """In rank 0, after the last step."""
 
 
 StepReport = Callable[[Metrics], None]
@@ -225,7 +242,7 @@ def one_line(error: BaseException) -> str:
 
 def _absolute(settings: LearnerSettings) -> LearnerSettings:
     """Ray Train changes the working directory of its workers. Hub names, which are no folders here, stay as given."""
-    ours = {name: getattr(settings, name) for name in ("run_dir", "checkpoint_dir", "trajectory_dir")}
+    ours = {name: getattr(settings, name) for name in ("run_dir", "checkpoint_dir")}
     given = {name: getattr(settings, name) for name in ("model_path", "reference_path", "resume_from")}
     found = {name: path for name, path in given.items() if path and Path(path).is_dir()}
     return replace(settings, **{name: str(Path(path).absolute()) for name, path in (ours | found).items() if path})
@@ -233,7 +250,9 @@ def _absolute(settings: LearnerSettings) -> LearnerSettings:
 
 def _fit(job: Job) -> None:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
+
+    from train.ray_trainer import LeanTorchTrainer
 
     settings = job.settings
     # Ray Train reads these when its controller starts.
@@ -241,7 +260,7 @@ def _fit(job: Job) -> None:
     # A watcher process for spot notices, which nothing here acts upon.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(settings.start_timeout_s)
-    TorchTrainer(
+    LeanTorchTrainer(
         _train_loop,
         train_loop_config={"job": job},
         torch_config=TorchConfig(
@@ -278,12 +297,17 @@ def _rank_environment(settings: LearnerSettings) -> dict[str, str]:
 def _train_loop(config: dict[str, Any]) -> None:
     """Runs in every rank. Imports there what the driver and Ray Train's controller need not load."""
     job: Job = config["job"]
+    rank = None
     try:
         ray.get(job.control.join.remote([ray.get_runtime_context().current_actor]), timeout=CALL_TIMEOUT_S)
         from train.learner_rank import Rank
 
-        Rank(job).run()
+        rank = Rank(job)
+        rank.run()
     except Exception as error:
         # Ray Train wraps errors in pages of context; what the caller wants to read is the first one.
         ray.get(job.control.fail.remote(one_line(error)), timeout=CALL_TIMEOUT_S)
         raise
+    finally:
+        if rank is not None:
+            rank.close()

@@ -10,6 +10,7 @@ The only file that imports DeepSpeed.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -38,8 +39,10 @@ from train.learner_control import Decision
 from train.losses import LossTerms, mismatch_metrics, policy_loss, token_weight
 from train.metrics import batch_metrics
 from train.packing import MicroBatch, PackedPolicy, Sample, dummy_micro_batch, pack, shard, split_by_tokens
-from train.trajectories import write_batch
+from train.trajectory_store import TrajectoryStore
+from train.trajectory_table import Origin
 
+GATHER_BYTES = 1 << 29  # of weights that are whole at a time under ZeRO-3
 _TAG = "deepspeed"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -104,6 +107,40 @@ class _Timer:
         return self._seconds | {"timing/step": time.monotonic() - self._begun}
 
 
+class _NamedWeights:
+    """The policy's tensors, whole, in the same order on every rank.
+
+    Under ZeRO-3 each rank holds a piece of each, and a bucket of them at a time is gathered, on all ranks at once.
+    """
+
+    def __init__(self, lm: torch.nn.Module, sharded: bool) -> None:
+        self._named = list(lm.named_parameters())
+        self._sharded = sharded
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [(name, p.dtype, tuple(p.ds_shape if self._sharded else p.shape)) for name, p in self._named]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._sharded:
+            yield from ((name, parameter.detach()) for name, parameter in self._named)
+            return
+        for bucket in self._buckets():
+            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+                yield from ((name, parameter.detach()) for name, parameter in bucket)
+
+    def _buckets(self) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+        bucket: list[tuple[str, torch.nn.Parameter]] = []
+        size = 0
+        for name, parameter in self._named:
+            bucket.append((name, parameter))
+            size += parameter.ds_numel * parameter.element_size()
+            if size >= GATHER_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
 class Rank:
     """One rank: its share of the optimiser state, and the loop over steps."""
 
@@ -124,6 +161,7 @@ class Rank:
             policy.checkpoint_activations()
         self._lm = policy.lm
         self._engine = _start_engine(policy, settings)
+        self._weights = _NamedWeights(policy.lm, sharded=settings.zero_stage == 3)
         self._reference: PackedPolicy | None = None
         if settings.loss.use_kl_loss:
             reference = _load_policy(_local_folder(settings.reference_path or settings.model_path), settings)
@@ -131,6 +169,8 @@ class Rank:
         if settings.resume_from is not None:
             self._resume(Path(settings.resume_from))
         self._stop_signal = self._control.stopped.remote() if self._rank == 0 else None
+        kept = settings.trajectories if self._rank == 0 else None
+        self._trajectories = None if kept is None else TrajectoryStore(kept)
 
     def run(self) -> None:
         settings = self._settings
@@ -145,8 +185,8 @@ class Rank:
             metrics = self._train(decision.batch, timer)
             if self._rank == 0:
                 metrics |= self._describe(decision.batch)
-                with timer("publish"):
-                    metrics |= self._publish()
+            with timer("publish"):
+                metrics |= self._publish()
             if settings.checkpoint_dir is not None and self._step % settings.checkpoint_interval == 0:
                 with timer("checkpoint"):
                     self._save()
@@ -154,6 +194,13 @@ class Rank:
                 self._on_step(metrics | timer.metrics())
         if settings.checkpoint_dir is not None and not stopped and self._saved_step < self._step:
             self._save()
+        if self._rank == 0:
+            self._publisher.close()
+
+    def close(self) -> None:
+        """Finish the record of the batches."""
+        if self._trajectories is not None:
+            self._trajectories.close()
 
     # Batches
 
@@ -211,9 +258,11 @@ class Rank:
     def _describe(self, batch: Batch) -> Metrics:
         """What the whole batch says of policy and environments; groups that carry no loss count here as well."""
         groups: list[Group] = ray.get(batch["refs"], timeout=self._settings.batch_timeout_s)
-        if self._settings.trajectory_dir is not None:
-            write_batch(Path(self._settings.trajectory_dir) / f"step_{self._step:06d}.jsonl", groups)
-        return batch_metrics(groups, self._settings.samples_per_task, batch["version"])
+        metrics = batch_metrics(groups, self._settings.samples_per_task, batch["version"])
+        if self._trajectories is not None:
+            self._trajectories.put(groups, Origin("train", self._step, batch["version"]))
+            metrics |= self._trajectories.report().metrics()
+        return metrics
 
     # The step
 
@@ -290,8 +339,11 @@ class Rank:
         return norm
 
     def _publish(self) -> Metrics:
-        named = ((name, tensor.detach()) for name, tensor in self._lm.named_parameters())
-        self._version = self._publisher(named, self._step)
+        """Rank 0 publishes, the others assist: under ZeRO-3 the weights are whole only while all ranks gather them."""
+        if self._rank != 0:
+            self._publisher.assist(self._weights)
+            return {}
+        self._version = self._publisher(self._weights, self._step)
         ray.get(self._source.ack.remote(self._step, self._version), timeout=CALL_TIMEOUT_S)
         return dict(self._publisher.last) | {"sync/version": float(self._version)}
 
@@ -308,19 +360,25 @@ class Rank:
             with checkpoint.readable_errors(folder):
                 self._engine.save_checkpoint(str(folder / checkpoint.OPTIMIZER), tag=_TAG, save_latest=False)
             dist.barrier()
+        with self._gathered():
+            if self._rank == 0:
+                checkpoint.export_policy(folder / checkpoint.POLICY, self._lm, self._folder)
         if self._rank == 0:
-            checkpoint.export_policy(folder / checkpoint.POLICY, self._lm, self._folder)
             facts = {"policy_version": self._version, "ranks": self._ranks, "zero_stage": settings.zero_stage}
             checkpoint.commit(root, self._step, facts | {"dtype": settings.dtype, "optimizer": settings.save_optimizer})
             checkpoint.prune(root, settings.checkpoints_kept)
         self._saved_step = self._step
         dist.barrier()
 
+    def _gathered(self) -> Any:
+        """Under ZeRO-3, the whole weights on every rank for as long as the context lasts."""
+        return deepspeed.zero.GatheredParameters(list(self._lm.parameters()), enabled=self._settings.zero_stage == 3)
+
     def _checkpoint_bytes(self) -> int:
-        parameters = list(self._engine.module.parameters())
-        weights = sum(p.numel() * p.element_size() for p in parameters)
+        sizes = [(math.prod(shape), dtype.itemsize) for _, dtype, shape in self._weights.metadata()]
+        weights = sum(number * size for number, size in sizes)
         # DeepSpeed writes the weights again, and three fp32 numbers per weight: master copy and two moments.
-        state = weights + 12 * sum(p.numel() for p in parameters) if self._settings.save_optimizer else 0
+        state = weights + 12 * sum(number for number, _ in sizes) if self._settings.save_optimizer else 0
         return int(1.1 * (weights + state))
 
     def _resume(self, path: Path) -> None:
@@ -454,5 +512,8 @@ def _start_engine(policy: PackedPolicy, settings: LearnerSettings) -> Any:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 60,
     }
+    if settings.zero_stage == 3:
+        # Used outside of its own module's forward pass, where DeepSpeed would not gather it.
+        deepspeed.zero.register_external_parameter(policy, policy.lm.get_output_embeddings().weight)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config, dist_init_required=False)
     return engine

@@ -17,7 +17,8 @@ from actors.prompt import Prompter, PromptError
 from actors.task import Task, TaskFileError
 from serve.config import QUIET_ENGINE
 from train.config import ConfigError, RunConfig
-from train.data.splits import load_split
+from train.data.run_tasks import load_split
+from train.s3 import StorageError, objects
 
 LOCK_NAME = "run.lock"
 
@@ -48,6 +49,8 @@ def check_inputs(config: RunConfig) -> Inputs:
     check_env_keys(config, {task.env_key: task for task in reversed((*train_tasks, *eval_tasks))})
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
+    if config.trajectories.upload_to is not None:
+        check_store(config.trajectories.upload_to)
     if config.environment.local_faults is not None:
         try:
             load_fault_plan(config.environment.local_faults)
@@ -70,6 +73,14 @@ def check_inputs(config: RunConfig) -> Inputs:
                 f"{generator.max_input_length}"
             )
     return Inputs(train_tasks, eval_tasks, tokenizer, prompter)
+
+
+def check_store(location: str) -> None:
+    """A run should not find out at its end that it cannot reach its store."""
+    try:
+        next(objects(location.rstrip("/") + "/"), None)
+    except StorageError as error:
+        raise ConfigError(f"trajectories.upload_to: {error}") from None
 
 
 def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:

@@ -26,6 +26,7 @@ _CONTENTS = {
     "wandb": "wandb sync",
     "checkpoints": "checkpoints in Hugging Face format",
     "evals": "evaluation episodes in full",
+    "trajectories": "fleet-rl trajectories show",
 }
 
 History = Sequence[Mapping[str, float]]

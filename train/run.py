@@ -82,7 +82,6 @@ def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
         System(config, inputs, steps) as system,
     ):
         system.start(progress.update)
-        system.start_learner()
         before = evaluate(system, tracker, progress, 0) if config.trainer.eval_before_train else []
         train(system, tracker, progress, deadline=started + config.run_timeout)
         after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []

@@ -38,6 +38,8 @@ from train.memory import PeakMemory
 from train.metrics import buffer_metrics, eval_group_metrics, lease_metrics
 from train.preflight import Inputs
 from train.publisher import WeightPublisher
+from train.trajectory_store import StoreSettings, TrajectoryStore
+from train.trajectory_table import Origin
 
 LOCAL_API_KEY = "sk-local"
 LOOPBACK = "127.0.0.1"
@@ -62,6 +64,7 @@ class System:
         self._memory = PeakMemory()
         self._seen_steps = 0
         self._learner: LearnerHandle | None = None
+        self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
         self._started = time.monotonic()
@@ -71,6 +74,10 @@ class System:
     def __enter__(self) -> System:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._cleanup.enter_context(self._memory)
+        if (kept := store_settings(self._config)) is not None:
+            self._trajectories = TrajectoryStore(kept)
+            # After all that is started later has ended: what the learner left, if it was killed, is finished too.
+            self._cleanup.callback(self._trajectories.close)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -78,8 +85,11 @@ class System:
 
     # -- start
 
-    def start(self, report: Report) -> None:
-        """Start everything but the training itself. The order is that of who needs whom.
+    def start(self, report: Report, *, with_learner: bool = True) -> None:
+        """Start everything but the rollouts. The order is that of who needs whom.
+
+        Args:
+            with_learner: its ranks then come up too, and wait for their first batch.
 
         Raises:
             RunFailed: something did not start; what did start ends when the context is left.
@@ -90,8 +100,16 @@ class System:
         self._start_ray()
         self._start_data_plane()
         report({"phase": "starting the policy"})
-        self._start_policy()
-        self._start_workers()
+        # Most of what comes now is imports, a core each: replicas, workers and learner come up side by side.
+        self._deploy_policy()
+        self._create_workers()
+        if with_learner:
+            self._start_learner()
+        _get([worker.start.remote() for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
+        try:
+            self._policy.wait_until_healthy(self._config.policy.startup_timeout_s)
+        except PolicyStartError as error:
+            raise RunFailed(str(error)) from None
 
     def _start_openenv(self) -> None:
         """The OpenEnv servers the run starts itself; of the others, the configuration has the URL."""
@@ -171,6 +189,7 @@ class System:
                 "max_running": generator.max_inflight_episodes // generator.n_samples_per_prompt,
                 "max_bytes": config.buffer.max_bytes,
                 "resample_zero_variance": config.buffer.zero_variance_groups == "resample",
+                "window": config.buffer.window,
             }
         )
         self._store = WeightStore.options(name="weight_store").remote(str(self._run_dir))
@@ -197,16 +216,12 @@ class System:
         self._cleanup.callback(self._close_pool)
         _get(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
 
-    def _start_policy(self) -> None:
-        config = self._config
-        name = f"fleet-rl-{config.name}"
-        try:
-            self._policy = deploy_policy(config.policy, self._model_path, self._store, app_name=name)
-        except PolicyStartError as error:
-            raise RunFailed(str(error)) from None
+    def _deploy_policy(self) -> None:
+        name = f"fleet-rl-{self._config.name}"
+        self._policy = deploy_policy(self._config.policy, self._model_path, self._store, app_name=name)
         self._cleanup.callback(self._policy.shutdown)
 
-    def _start_workers(self) -> None:
+    def _create_workers(self) -> None:
         config = self._config
         generator = config.generator
         per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
@@ -236,7 +251,6 @@ class System:
             )
             for index in range(generator.num_workers)
         ]
-        _get([worker.start.remote() for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
         self._sampler = TaskSampler(self._inputs.train_tasks, config.seed)
         self._conductor = Conductor.options(name="conductor", max_concurrency=100).remote(
             ConductorSettings(
@@ -248,6 +262,13 @@ class System:
             self._workers,
             self._buffer,
         )
+
+    def _start_learner(self) -> None:
+        publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
+        settings = learner_settings(self._config, self._model_path, self._steps)
+        self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
+        self._learner.start()
+        self._cleanup.callback(self._end_rollouts, "the run is ending")
 
     # -- evaluate
 
@@ -269,6 +290,8 @@ class System:
                 result = replace(result, metrics=eval_group_metrics(groups, n))
             folder = self._run_dir / "evals" / f"global_step_{step}" / label
             dump_eval(folder, result, groups, self._inputs.prompter)
+            if self._trajectories is not None:
+                self._trajectories.put(groups, Origin("eval", step, result.version, label))
             results.append(result)
         report({"pass_at_1": results[0].overall.pass_at_1})
         return results
@@ -307,14 +330,6 @@ class System:
         return sampling if self._config.buffer.max_staleness == 0 else replace(sampling, seed=None)
 
     # -- train
-
-    def start_learner(self) -> None:
-        """Start the learner's ranks. They come up while other things go on, and wait for their first batch."""
-        publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
-        settings = learner_settings(self._config, self._model_path, self._steps)
-        self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
-        self._learner.start()
-        self._cleanup.callback(self._end_rollouts, "the run is ending")
 
     def start_rollouts(self) -> None:
         """Let the Conductor turn tickets into groups, until :meth:`end_training`."""
@@ -458,15 +473,24 @@ def learner_settings(config: RunConfig, model_path: str, steps: int) -> LearnerS
         num_workers=learner.num_workers,
         threads=learner.num_threads,
         use_gpu=learner.use_gpu,
-        resources_per_worker={"CPU": learner.num_cpus} | ({"GPU": 1} if learner.use_gpu else {}),
+        resources_per_worker={"CPU": learner.num_cpus} | ({"GPU": learner.num_gpus} if learner.use_gpu else {}),
         seed=config.seed,
         checkpoint_dir=str(config.run_dir / "checkpoints"),
-        trajectory_dir=str(config.run_dir / "trajectories") if trainer.dump_trajectories else None,
+        trajectories=store_settings(config),
         checkpoint_interval=trainer.ckpt_interval,
         checkpoints_kept=trainer.max_ckpts_to_keep,
         batch_timeout_s=config.buffer.batch_deadline,
         start_timeout_s=learner.start_timeout,
     )
+
+
+def store_settings(config: RunConfig) -> StoreSettings | None:
+    """Where trajectories go; ``None`` where they are not kept."""
+    if not config.trainer.dump_trajectories:
+        return None
+    keep = config.trajectories
+    upload_to = f"{keep.upload_to.rstrip('/')}/{config.name}/trajectories" if keep.upload_to else None
+    return StoreSettings(str((config.run_dir / "trajectories").absolute()), keep.jsonl, upload_to)
 
 
 def deadline_of_group(config: RunConfig) -> float:

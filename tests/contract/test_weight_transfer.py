@@ -16,6 +16,7 @@ from safetensors.torch import load
 from serve.config import PolicyConfig
 from serve.engine import Engine, EngineDead
 from serve.sampling import Sampling
+from serve.weight_layout import checksum
 from serve.weight_transfer import (
     SharedFolder,
     SnapshotError,
@@ -50,10 +51,11 @@ def test_the_header_tells_shapes_and_checksums_of_a_sample():
     header = read_header(pack_weights(many))
     assert header.shapes == {name: tuple(w.shape) for name, w in many.items()}
     assert 4 <= len(header.checksums) <= 8
+    assert header.checksums == {name: checksum(many[name]) for name in header.checksums}
+    check_received(header.checksums | {"another": "0"}, header.checksums)
     for name in header.checksums:
-        check_received(name, many[name], header.checksums)
         with pytest.raises(SnapshotError, match=f"{name} changed on the way"):
-            check_received(name, many[name] + 1, header.checksums)
+            check_received(header.checksums | {name: checksum(many[name] + 1)}, header.checksums)
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
@@ -204,7 +206,7 @@ async def test_logprobs_follow_every_update(case):
         report = await update(engine, weights, version)
         assert (report.version, engine.version) == (version, version)
         assert report.checksums == read_header(pack_weights(weights)).checksums
-        assert report.seconds.keys() == {"pause", "start", "load", "finish", "resume"}
+        assert report.seconds.keys() == {"pause", "start", "load", "finish", "call", "resume"}
         found = await turns(engine)
         assert {turn.spans[0][0] for turn in found} == {version}
         assert mean_error(found, model, weights) < tolerance

@@ -46,6 +46,7 @@ def store(cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(cluster, store, model):
     client = deploy_policy(CONFIG, str(model), store, APP)
+    client.wait_until_healthy(CONFIG.startup_timeout_s)
     yield client
     client.shutdown()
 
@@ -226,6 +227,8 @@ def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
 def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr("serve.policy.CONSTRUCTOR_TRIES", 1)
     (tmp_path / "config.json").write_text("{}")
+    client = deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
     with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):
-        deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
+        client.wait_until_healthy(CONFIG.startup_timeout_s)
+    client.shutdown()
     assert not folders() and not engines()

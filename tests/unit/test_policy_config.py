@@ -29,6 +29,18 @@ def test_a_split_model_needs_its_gpus():
     PolicyConfig(num_gpus=4, tensor_parallel_size=4)
 
 
+def test_one_worker_may_share_its_gpu():
+    assert PolicyConfig(num_gpus=0.5).kv_cache_bytes is None
+
+
+def test_mapped_memory_needs_a_gpu_and_a_route_a_known_name():
+    with pytest.raises(ValidationError, match=r"policy\.weight_transfer ipc needs policy\.num_gpus above 0"):
+        PolicyConfig(weight_transfer="ipc")
+    PolicyConfig(weight_transfer="ipc", num_gpus=0.5)
+    with pytest.raises(ValidationError, match="weight_transfer"):
+        PolicyConfig(weight_transfer="rdma")
+
+
 def test_threads_and_compilation_are_told_to_the_engine_by_environment():
     environment = PolicyConfig(omp_threads=3, enforce_eager=True).environment()
     assert environment["OMP_NUM_THREADS"] == "3"

@@ -68,3 +68,36 @@ def test_a_damaged_state_file_is_named(state_file, text):
     state_file.write_text(text)
     with pytest.raises(ValueError, match=f"{state_file} holds .*; restore or remove it"):
         WeightLedger(state_file)
+
+
+def test_a_reserved_version_is_handed_out_once_its_snapshot_is_here(state_file):
+    ledger = WeightLedger(state_file)
+    ledger.publish(header(), "a")
+    version = ledger.reserve(header().shapes)
+    assert version == 2 and json.loads(state_file.read_text()) == {"version": 2}
+    assert not ledger.delivered and ledger.latest() == (1, "a")
+    ledger.deliver(version, header(), "b")
+    assert ledger.delivered and ledger.latest() == (2, "b")
+
+
+def test_a_late_snapshot_of_an_older_version_does_not_pass_for_the_newest(state_file):
+    ledger = WeightLedger(state_file)
+    older, newer = (ledger.reserve(header().shapes) for _ in range(2))
+    ledger.deliver(older, header(), "a")
+    assert not ledger.delivered and ledger.latest() == (older, "a")
+    ledger.deliver(newer, header(), "b")
+    assert ledger.delivered
+    for wrong in (older, newer + 1):
+        with pytest.raises(ValueError, match=f"version {wrong} is not one whose snapshot is awaited"):
+            ledger.deliver(wrong, header(), "c")
+    assert ledger.latest() == (newer, "b")
+
+
+def test_a_snapshot_of_other_tensors_than_were_announced_is_refused(state_file):
+    ledger = WeightLedger(state_file)
+    version = ledger.reserve(header().shapes)
+    with pytest.raises(SnapshotError, match=r"shape \[5, 3\], the model \[2, 3\]"):
+        ledger.deliver(version, header(rows=5), "b")
+    with pytest.raises(SnapshotError, match=r"shape \[5, 3\]"):
+        ledger.reserve(header(rows=5).shapes)
+    assert ledger.version == version
