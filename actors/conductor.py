@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -33,19 +32,30 @@ class NoWorkerLeft(RuntimeError):
     """Every RolloutWorker has died; nothing can be rolled out any more."""
 
 
+class TaskOrder(Protocol):
+    """An endless iterator over tasks that knows where it stands."""
+
+    def __next__(self) -> Task: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON, from which the order can be taken up again."""
+
+
 @dataclass(frozen=True)
 class ConductorSettings:
     """What the Conductor is given.
 
     Attributes:
-        order: the training tasks in the order they are used; the run ends its rollouts when it is exhausted.
+        order: the training tasks in the order they are used, with a ``state_dict``.
+        resumed: groups whose tickets the buffer has given out already, to an earlier process of the run; they go first.
         group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
     """
 
-    order: Iterator[Task]
+    order: TaskOrder
     n_samples: int
     sampling: Sampling
     group_timeout_s: float
+    resumed: tuple[GroupOrder, ...] = ()
 
 
 @ray.remote(num_cpus=0)
@@ -129,14 +139,15 @@ class Conductor:
         return _first_line(self._rollouts.exception())
 
     async def _assign(self) -> None:
+        for order in self._settings.resumed:
+            self._begin(order)
         while self._living():
             tickets = await self._buffer.issue.remote(TICKET_POLL_S, TICKETS_AT_ONCE)
             orders = [self._order(ticket_id) for ticket_id, _ in tickets]
-            await self._buffer.start.remote([(o.group_id, o.task.task_key, list(o.episode_ids)) for o in orders])
+            groups = [(o.group_id, o.task.task_key, list(o.episode_ids)) for o in orders]
+            await self._buffer.start.remote(groups, self._settings.order.state_dict())
             for order in orders:
-                group = asyncio.create_task(self._roll_out(order))
-                self._groups.add(group)
-                group.add_done_callback(self._groups.discard)
+                self._begin(order)
         raise NoWorkerLeft("every rollout worker has died")
 
     def _order(self, ticket_id: int) -> GroupOrder:
@@ -144,6 +155,11 @@ class Conductor:
         task = next(self._settings.order)
         ids = tuple(f"{ticket_id}/{task.task_key}/{i}" for i in range(self._settings.n_samples))
         return GroupOrder(task, ticket_id, ids, self._settings.sampling)
+
+    def _begin(self, order: GroupOrder) -> None:
+        group = asyncio.create_task(self._roll_out(order))
+        self._groups.add(group)
+        group.add_done_callback(self._groups.discard)
 
     async def _roll_out(self, order: GroupOrder) -> None:
         """One group on the least loaded worker. Whatever happens, its ticket is redeemed or returned."""

@@ -81,6 +81,9 @@ class EnvironmentConfig(Section):
     fleet: Literal["local", "hosted"] = Field("hosted", description="the embedded local Fleet, or the Fleet service")
     base_url: str | None = Field(None, description="another control plane; default: FLEET_BASE_URL or the SDK's own")
     local_faults: Path | None = Field(None, description="fault file for the local Fleet")
+    local_applications: tuple[str, ...] = Field(
+        (), description="applications of your own, MODULE:ATTRIBUTE, for the local Fleet to host beside the sample ones"
+    )
     max_instances: int | None = Field(None, ge=1, description="at most this many; default: the account's limit")
     ttl_margin: float = Field(60.0, ge=0, description="seconds an instance outlives the longest episode")
     heartbeat_interval: float = Field(60.0, ge=1, description="seconds between heartbeats of a leased instance")

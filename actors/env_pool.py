@@ -13,6 +13,7 @@ import ray
 from actors.config import DeadlinesConfig
 from actors.env_pool_core import CloseReport, EnvPoolCore, Lease, PoolSettings
 from actors.envs.fleet import FleetControl, FleetTaskEnv, close_clients
+from actors.garbage import search_seldom
 from actors.lease_table import EnvSpec
 from actors.task import Task
 
@@ -45,6 +46,7 @@ class EnvPool:
             core = EnvPoolCore(FleetControl(self._api_key, self._base_url), self._settings)
             report = await core.start()
             self._core = core
+            search_seldom()
             return report
 
     async def acquire(self, spec: EnvSpec, timeout_s: float, owner: str, lease_id: str) -> Lease:

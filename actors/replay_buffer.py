@@ -30,10 +30,12 @@ class ReplayBuffer:
         tickets = [] if first is None else [first, *(self._core.issue() for _ in range(limit - 1))]
         return [(ticket.ticket_id, ticket.version) for ticket in tickets if ticket is not None]
 
-    async def start(self, groups: list[tuple[int, str, list[str]]]) -> None:
-        """What tickets are used for: ``(ticket_id, task_key, episode_ids)``."""
+    async def start(
+        self, groups: list[tuple[int, str, list[str]]], sampler_state: dict[str, Any] | None = None
+    ) -> None:
+        """What tickets are used for: ``(ticket_id, task_key, episode_ids)``. After them the sampler stands there."""
         for group in groups:
-            self._core.start(*group)
+            self._core.start(*group, sampler_state)
 
     async def generating(self, ticket_ids: list[int], worker: str) -> None:
         """A worker's note that it asked for the first turns of these groups."""
@@ -58,7 +60,7 @@ class ReplayBuffer:
         await self._notify()
 
     async def get_batch(self, step: int, timeout_s: float) -> dict[str, Any] | None:
-        """The batch for ``step``: ``{"refs", "headers", "lags", "version"}``; ``None`` when the run is draining.
+        """The batch for ``step``: ``{"refs", "headers", "lineage"}``; ``None`` when the run is draining.
 
         Raises:
             BatchTimeout: naming the outstanding tickets and where they are.
@@ -72,8 +74,7 @@ class ReplayBuffer:
         return {
             "refs": [ticket.payload for ticket in batch],
             "headers": [ticket.header for ticket in batch],
-            "lags": [self._core.lag(ticket.header) for ticket in batch],
-            "version": self._core.version,
+            "lineage": self._core.lineage,
         }
 
     async def ack(self, step: int, version: int) -> None:
@@ -86,6 +87,21 @@ class ReplayBuffer:
 
     async def snapshot(self) -> dict:
         return self._core.snapshot()
+
+    async def state(self) -> tuple[dict[str, Any], dict[int, ray.ObjectRef]]:
+        """For a checkpoint: :meth:`ReplayBufferCore.state`, and by ticket its group's object reference."""
+        return self._core.state(), self._core.payloads()
+
+    async def resume(
+        self, state: dict[str, Any], payloads: dict[int, ray.ObjectRef], version: int
+    ) -> list[tuple[int, str, list[str]]]:
+        """Go on from a checkpoint whose weights are now called ``version``; the first call of this actor.
+
+        Returns:
+            Ticket, task and episodes of each group that must be rolled out anew, in start order.
+        """
+        self._core.restore(state, payloads)
+        return [(t.ticket_id, t.task_key, t.episode_ids) for t in self._core.resume(version)]
 
     async def _notify(self) -> None:
         async with self._changed:

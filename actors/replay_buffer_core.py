@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from actors.ledger import Ledger
+from actors.lineage import Lineage
 from actors.trajectory import OUTCOME_NAMES, Cancelled, Group, Outcome
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
     TicketState.ISSUED: frozenset({TicketState.DISPATCHED, TicketState.DROPPED}),
     # Who notes the first turn may die before the note arrives, or every episode before its first turn.
     TicketState.DISPATCHED: frozenset({TicketState.GENERATING, TicketState.BUFFERED, TicketState.DROPPED}),
-    TicketState.GENERATING: frozenset({TicketState.BUFFERED, TicketState.DROPPED}),
+    # Dispatched again where the run is continued by another process.
+    TicketState.GENERATING: frozenset({TicketState.BUFFERED, TicketState.DROPPED, TicketState.DISPATCHED}),
     TicketState.BUFFERED: frozenset({TicketState.TRAINING, TicketState.DROPPED}),
     # Back to the buffer with a learner that died before it acknowledged the batch.
     TicketState.TRAINING: frozenset({TicketState.TRAINED, TicketState.BUFFERED}),
@@ -155,7 +157,7 @@ class ReplayBufferCore:
         self.resample_zero_variance = resample_zero_variance
         self.window = window
         self.ledger = Ledger()
-        self.version = 0  # the version the next batch will be trained from
+        self.lineage = Lineage()
         self.trained_steps = 0
         self.draining = False
         self.dropped: Counter[str] = Counter()
@@ -167,8 +169,14 @@ class ReplayBufferCore:
         self._committed = 0
         self._committed_bytes = 0
         self._next_id = 0
+        self._sampler_state: Mapping[str, Any] | None = None
 
     # What there is
+
+    @property
+    def version(self) -> int:
+        """The policy version the next batch will be trained from."""
+        return self.lineage.newest
 
     def count(self, state: TicketState) -> int:
         """Groups in that state; of the two final states, all so far."""
@@ -210,13 +218,13 @@ class ReplayBufferCore:
         return math.ceil((self.max_bytes - self._bytes) / mean - running)
 
     def lag(self, header: GroupHeader) -> int:
-        """Staleness of a group: trained version minus the oldest version in any of its spans."""
+        """Staleness of a group: updates from the oldest version in any of its spans to the trained one."""
         if header.oldest_version is None:
             return 0
-        lag = self.version - header.oldest_version
-        if lag < 0:
-            raise TicketError(f"group of {header.task_key} was sampled under an unpublished version (lag {lag})")
-        return lag
+        try:
+            return self.lineage.lag(header.oldest_version)
+        except ValueError as error:
+            raise TicketError(f"group of {header.task_key} was sampled under an unpublished version: {error}") from None
 
     # The way of a ticket
 
@@ -229,10 +237,17 @@ class ReplayBufferCore:
         self._counts[ticket.state] += 1
         return ticket
 
-    def start(self, ticket_id: int, task_key: str, episode_ids: list[str]) -> None:
-        """Record what a ticket is used for: its episodes are in flight from now on."""
+    def start(
+        self, ticket_id: int, task_key: str, episode_ids: list[str], sampler_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record what a ticket is used for: its episodes are in flight from now on.
+
+        Args:
+            sampler_state: where the sampler of tasks stands after this one; part of :meth:`state`.
+        """
         ticket = self._ticket(ticket_id, TicketState.DISPATCHED)
         self.ledger.dispatch(episode_ids)
+        self._sampler_state = sampler_state
         ticket.task_key, ticket.episode_ids = task_key, list(episode_ids)
         self._move(ticket, TicketState.DISPATCHED)
 
@@ -312,7 +327,7 @@ class ReplayBufferCore:
     def advance(self, version: int) -> None:
         """Weights were published as ``version``; by a learner that starts again, without a batch."""
         self._check_newer(version)
-        self.version = version
+        self.lineage.advance(version)
         self._drop_stale()
 
     def drain(self, reason: str) -> None:
@@ -355,7 +370,8 @@ class ReplayBufferCore:
     def state(self) -> dict[str, Any]:
         """Everything but sizes and payloads, as plain JSON values; see :meth:`restore`."""
         return {
-            "version": self.version,
+            "lineage": self.lineage.stretches,
+            "sampler": self._sampler_state,
             "trained_steps": self.trained_steps,
             "trained_groups": self._counts[TicketState.TRAINED],
             "next_id": self._next_id,
@@ -380,7 +396,8 @@ class ReplayBufferCore:
             KeyError: the payload of a group is missing.
         """
         self.ledger = Ledger.restored(state["ledger"])
-        self.version, self.trained_steps = state["version"], state["trained_steps"]
+        self.lineage, self.trained_steps = Lineage(state["lineage"]), state["trained_steps"]
+        self._sampler_state = state["sampler"]
         self.draining, self._next_id = state["draining"], state["next_id"]
         self._committed, self._committed_bytes = state["committed"], state["committed_bytes"]
         self.dropped, self.zero_variance = Counter(state["dropped"]), Counter(state["zero_variance"])
@@ -389,6 +406,25 @@ class ReplayBufferCore:
         self._counts[TicketState.DROPPED] = sum(self.dropped.values())
         self._counts[TicketState.TRAINED] = state["trained_groups"]
         self._bytes = sum(ticket.header.nbytes for ticket in self._in(TicketState.BUFFERED))
+
+    def resume(self, version: int) -> list[Ticket]:
+        """After :meth:`restore` in a new run of the same name: the same weights are now called ``version``, and whoever
+        had a ticket is gone.
+
+        Returns:
+            The tickets whose groups must be rolled out anew, with the same episode ids, in start order.
+        """
+        self.lineage.rename(version)
+        self.give_back()
+        for ticket in self._in(TicketState.ISSUED):
+            # What it would have been used for is not decided: the sampler's next task gets its number again.
+            self._next_id = min(self._next_id, ticket.ticket_id)
+            self._counts[ticket.state] -= 1
+            del self._tickets[ticket.ticket_id]
+        for ticket in self._in(TicketState.GENERATING):
+            ticket.worker = ""
+            self._move(ticket, TicketState.DISPATCHED)
+        return self._in(TicketState.DISPATCHED)
 
     def _ticket_state(self, ticket: Ticket) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from actors.config import GeneratorConfig
 from actors.env_pool import EnvPoolClient
 from actors.envs.openenv import OpenEnvServers
 from actors.episode import DialogueRules, Environment, Episode, EpisodeLimits, Generate
+from actors.garbage import search_seldom
 from actors.prompt import Prompter
 from actors.replay_buffer_core import GroupHeader
 from actors.task import Task
@@ -182,6 +183,7 @@ class RolloutWorker:
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)
         pool = EnvPoolClient(self._pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
         self._runner = EpisodeRunner(settings, tokenizer, self._policy, pool)
+        search_seldom()
         return settings.name
 
     async def run_group(self, order: GroupOrder) -> str:

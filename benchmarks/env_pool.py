@@ -34,6 +34,7 @@ from actors.env_pool_core import EnvPoolCore, Lease, PoolSettings
 from actors.envs.fleet import Account
 from actors.envs.local_fleet.apps.tracker import Tracker
 from actors.envs.mcp_tools import openai_tool
+from actors.garbage import search_seldom
 from actors.lease_table import EnvSpec
 from actors.rollout_worker import EpisodeRunner, GroupOrder, WorkerSettings
 from actors.task import Task, load_tasks
@@ -285,6 +286,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    search_seldom()  # as every RolloutWorker and the EnvPool do
     # The loop on which Ray runs its async actors.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, tempfile.TemporaryDirectory() as folder:
         runner.run(measure(tokenizer, Path(folder), FEW, args.turns, scale=0.01))

@@ -18,14 +18,17 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MANIFEST = "manifest.json"
 POLICY = "policy"
 OPTIMIZER = "optimizer"
+STEPS = "steps.json"  # metrics of the steps since the checkpoint before
 STAGING_SUFFIX = ".partial"
 _NAME = re.compile(r"global_step_(\d+)")
 # What belongs to the weights of the model that is copied from; everything else of it (tokenizer, template) is kept.

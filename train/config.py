@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 
 from actors.config import BufferConfig, EnvironmentConfig, GeneratorConfig, Section
 from serve.config import PolicyConfig
+from train.data.sampler import TaskMix
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -105,6 +106,7 @@ class DataConfig(Section):
     eval_ratio: float = Field(0.1, gt=0, lt=1, description="share held out of train_tasks when eval_tasks is not set")
     max_tasks: int | None = Field(None, ge=1, description="at most this many training tasks")
     max_eval_tasks: int | None = Field(None, ge=1, description="at most this many held-out tasks")
+    mix: TaskMix = TaskMix()
 
 
 class TrajectoriesConfig(Section):
@@ -134,6 +136,13 @@ class RunConfig(Section):
         512 * 2**20, ge=80 * 2**20, description="size of Ray's object store, where the run starts Ray itself"
     )
     overwrite: bool = Field(False, description="replace the folder of an ended run with the same name")
+    resume: bool = Field(
+        False,
+        description="go on from the last complete checkpoint of the run with this name, if there is one",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="times a run that failed goes on from its last checkpoint by itself, if it has one"
+    )
     run_timeout: float = Field(7 * 86400.0, gt=0, description="seconds after which the run is ended")
     trainer: TrainerConfig = TrainerConfig()
     generator: GeneratorConfig = GeneratorConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,29 @@ class EvalResult:
     overall: PassRate
     per_env: dict[str, PassRate]
     metrics: dict[str, float] = field(default_factory=dict)  # beyond the pass rates, under their final names
+
+
+def save_results(path: Path, results: list[EvalResult]) -> None:
+    """For :func:`load_results`; whole or absent."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+    partial.replace(path)
+
+
+def load_results(path: Path) -> list[EvalResult]:
+    """What was saved; none if nothing was."""
+    if not path.is_file():
+        return []
+    return [
+        EvalResult(
+            **row
+            | {
+                "overall": PassRate(**row["overall"]),
+                "per_env": {env: PassRate(**rate) for env, rate in row["per_env"].items()},
+            }
+        )
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    ]
 
 
 def evaluate_groups(label: str, step: int, version: int, groups: list[Group]) -> EvalResult:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from actors.lineage import Lineage
 from train.advantages import Estimator
 from train.learner_control import LearnerControl
 from train.losses import LossSettings
@@ -91,7 +92,7 @@ class Batch(TypedDict):
 
     refs: list[Any]
     headers: list[Any]
-    version: int  # the policy version this batch is trained from
+    lineage: Lineage  # its newest version is the one this batch is trained from
 
 
 class BatchSource(Protocol):
@@ -99,6 +100,9 @@ class BatchSource(Protocol):
 
     def get_batch(self, step: int, timeout_s: float) -> Batch | None:
         """The batch of a step; ``None``: no more will come."""
+
+    def state(self) -> tuple[dict[str, Any], dict[int, Any]]:
+        """What a checkpoint keeps: plain JSON, and by number the object reference of a ``Group``."""
 
     def ack(self, step: int, version: int) -> None:
         """The batch of ``step`` has been trained on and its weights are policy ``version``."""

@@ -9,6 +9,7 @@ The only file that imports DeepSpeed.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -31,8 +32,9 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from actors.lineage import Lineage
 from actors.trajectory import Group, Trajectory
-from train import checkpoint
+from train import buffer_state, checkpoint
 from train.advantages import advantages
 from train.learner import CALL_TIMEOUT_S, Batch, Job, LearnerError, LearnerSettings, Metrics, one_line
 from train.learner_control import Decision
@@ -66,9 +68,7 @@ class _Tally:
         self.vetoed: list[np.ndarray] = []
         self.lag: list[np.ndarray] = []
 
-    def add(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, terms: LossTerms, version: int
-    ) -> None:
+    def add(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor, terms: LossTerms) -> None:
         known = torch.isfinite(terms.log_ratio)
         gap = logprobs.exp() - torch.where(known, batch.behaviour, logprobs).exp()
         values = {
@@ -84,7 +84,7 @@ class _Tally:
         self.sums["tokens"] += len(logprobs)
         self.log_ratio.append(terms.log_ratio.cpu().numpy())
         self.vetoed.append(terms.vetoed.cpu().numpy())
-        self.lag.append(version - batch.versions.cpu().numpy())
+        self.lag.append(batch.lags.cpu().numpy())
 
     def merged(self) -> tuple[Metrics, np.ndarray, np.ndarray, np.ndarray]:
         return self.sums, _join(self.log_ratio), _join(self.vetoed), _join(self.lag)
@@ -155,6 +155,7 @@ class Rank:
         torch.manual_seed(settings.seed)
         # Trained so far, checkpointed so far, and the last published version.
         self._step, self._saved_step, self._version = 0, 0, 0
+        self._unsaved: list[Metrics] = []  # of the steps since the last checkpoint
         self._folder = _model_folder(settings)
         policy = _load_policy(self._folder, settings)
         if settings.gradient_checkpointing:
@@ -187,6 +188,8 @@ class Rank:
                 metrics |= self._describe(decision.batch)
             with timer("publish"):
                 metrics |= self._publish()
+            if self._rank == 0:
+                self._unsaved.append(metrics | timer.metrics())
             if settings.checkpoint_dir is not None and self._step % settings.checkpoint_interval == 0:
                 with timer("checkpoint"):
                     self._save()
@@ -245,7 +248,7 @@ class Rank:
             for i, group in members.items()
             for trajectory, advantage, weight in zip(group, found[i], weights[i], strict=True)
             if weight
-            for sample in _samples(trajectory, advantage, weight, vocabulary)
+            for sample in _samples(trajectory, advantage, weight, vocabulary, batch["lineage"])
         ]
         runs = split_by_tokens(samples, settings.tokens_per_microbatch)
         return _Work(
@@ -258,9 +261,9 @@ class Rank:
     def _describe(self, batch: Batch) -> Metrics:
         """What the whole batch says of policy and environments; groups that carry no loss count here as well."""
         groups: list[Group] = ray.get(batch["refs"], timeout=self._settings.batch_timeout_s)
-        metrics = batch_metrics(groups, self._settings.samples_per_task, batch["version"])
+        metrics = batch_metrics(groups, self._settings.samples_per_task, batch["lineage"])
         if self._trajectories is not None:
-            self._trajectories.put(groups, Origin("train", self._step, batch["version"]))
+            self._trajectories.put(groups, Origin("train", self._step, batch["lineage"].newest))
             metrics |= self._trajectories.report().metrics()
         return metrics
 
@@ -272,7 +275,7 @@ class Rank:
         lr = self._settings.lr * min(1.0, self._step / max(1, self._settings.warmup_steps))
         with timer("forward_backward"):
             work = self._prepare(batch)
-            tally = self._forward_backward(work, batch["version"])
+            tally = self._forward_backward(work)
         with timer("optimizer"):
             # Nothing to learn from: the weights stay, and so does the optimiser's momentum.
             grad_norm = self._update(lr) if work.passes else 0.0
@@ -296,7 +299,7 @@ class Rank:
             "trainer/global_step": float(self._step),
         }
 
-    def _forward_backward(self, work: _Work, version: int) -> _Tally:
+    def _forward_backward(self, work: _Work) -> _Tally:
         tally, settings = _Tally(), self._settings
         for number in range(work.passes):
             real = number < len(work.micro_batches)
@@ -317,7 +320,7 @@ class Rank:
             # DeepSpeed averages gradients over the ranks; the denominator is that of all ranks and micro-batches.
             self._engine.backward(terms.loss * (self._ranks / work.total_weight))
             if real:
-                tally.add(batch, logprobs.detach(), entropies.detach(), terms, version)
+                tally.add(batch, logprobs.detach(), entropies.detach(), terms)
         return tally
 
     def _reference_logprobs(self, batch: MicroBatch) -> torch.Tensor | None:
@@ -364,11 +367,23 @@ class Rank:
             if self._rank == 0:
                 checkpoint.export_policy(folder / checkpoint.POLICY, self._lm, self._folder)
         if self._rank == 0:
+            self._save_buffer(folder)
             facts = {"policy_version": self._version, "ranks": self._ranks, "zero_stage": settings.zero_stage}
             checkpoint.commit(root, self._step, facts | {"dtype": settings.dtype, "optimizer": settings.save_optimizer})
             checkpoint.prune(root, settings.checkpoints_kept)
         self._saved_step = self._step
         dist.barrier()
+
+    def _save_buffer(self, folder: Path) -> None:
+        """Between a batch's acknowledgement and the next one, when what the buffer says fits the weights."""
+        state, payloads = ray.get(self._source.state.remote(), timeout=CALL_TIMEOUT_S)
+        groups = ray.get(list(payloads.values()), timeout=self._settings.batch_timeout_s)
+        with checkpoint.readable_errors(folder):
+            origin = Origin("train", self._step, self._version)
+            buffer_state.write(folder, state, dict(zip(payloads, groups, strict=True)), origin)
+            # Whoever follows the run may die before it has heard of these steps.
+            (folder / checkpoint.STEPS).write_text(json.dumps(self._unsaved), encoding="utf-8")
+        self._unsaved.clear()
 
     def _gathered(self) -> Any:
         """Under ZeRO-3, the whole weights on every rank for as long as the context lasts."""
@@ -425,7 +440,9 @@ def _loss_weights(found: list[np.ndarray], lengths: list[list[int]], settings: L
     ]
 
 
-def _samples(trajectory: Trajectory, advantage: float, weight: float, vocabulary: int) -> list[Sample]:
+def _samples(
+    trajectory: Trajectory, advantage: float, weight: float, vocabulary: int, lineage: Lineage
+) -> list[Sample]:
     """One for each of the trajectory's sequences in which something was sampled."""
     trajectory.validate()
     if int(trajectory.ids.max()) >= vocabulary or int(trajectory.ids.min()) < 0:
@@ -436,10 +453,10 @@ def _samples(trajectory: Trajectory, advantage: float, weight: float, vocabulary
         # A token drawn after an update attends to keys and values that older weights computed: its logprob is that of
         # no single version. What it can be compared with is decided by the oldest version before it, the trajectory's
         # first.
-        versions = np.full(int(mask.sum()), trajectory.oldest_version, dtype=np.int64)
-        if len(versions):
+        if mask.any():
+            lags = np.full(int(mask.sum()), lineage.lag(trajectory.oldest_version), dtype=np.int64)
             ids, logprobs = trajectory.ids[part], trajectory.logprobs[part]
-            samples.append(Sample(ids, mask, logprobs, versions, float(advantage), weight))
+            samples.append(Sample(ids, mask, logprobs, lags, float(advantage), weight))
     return samples
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.lineage import Lineage
 from actors.trajectory import Cancelled, Graded, Group, InfraFailed, StopReason, Trajectory
 from train.evaluate import EvalResult, PassRate
 
@@ -420,9 +421,9 @@ def generate_metrics(groups: list[Group]) -> Metrics:
     return metrics | {f"generate/stop_{r.value}": stops[r.value] / len(began) for r in StopReason}
 
 
-def staleness_metrics(groups: list[Group], version: int) -> Metrics:
-    """``staleness/*`` of a batch that is trained from policy ``version``."""
-    lags = [version - group.oldest_version for group in groups if group.oldest_version is not None]
+def staleness_metrics(groups: list[Group], lineage: Lineage) -> Metrics:
+    """``staleness/*`` of a batch that is trained from the newest version of ``lineage``."""
+    lags = [lineage.lag(group.oldest_version) for group in groups if group.oldest_version is not None]
     if not lags:
         return {}
     trajectories = [t for group in groups for t in group.trajectories if t.spans]
@@ -431,19 +432,19 @@ def staleness_metrics(groups: list[Group], version: int) -> Metrics:
     metrics = {
         "staleness/mean": float(np.mean(lags)),
         "staleness/max": max(lags),
-        "staleness/token_mean": float(np.average([version - span.version for span in spans], weights=lengths)),
+        "staleness/token_mean": float(np.average([lineage.lag(span.version) for span in spans], weights=lengths)),
         "staleness/mixed_share": float(np.mean([len({s.version for s in t.spans}) > 1 for t in trajectories])),
     }
     return metrics | {f"staleness/share_lag_{lag}": count / len(lags) for lag, count in Counter(lags).items()}
 
 
-def batch_metrics(groups: list[Group], n: int, version: int) -> Metrics:
-    """Everything a training batch says of itself; ``version`` is the policy version it is trained from."""
+def batch_metrics(groups: list[Group], n: int, lineage: Lineage) -> Metrics:
+    """Everything a training batch says of itself; it is trained from the newest version of ``lineage``."""
     return {
         **reward_metrics(groups, n),
         **environment_metrics(groups),
         **generate_metrics(groups),
-        **staleness_metrics(groups, version),
+        **staleness_metrics(groups, lineage),
     }
 
 

@@ -33,7 +33,7 @@ class Sample:
     ids: np.ndarray  # int32 [tokens], prompt and response
     mask: np.ndarray  # uint8 [tokens], 1 on sampled tokens
     logprobs: np.ndarray  # float32 [tokens], of the behaviour policy
-    versions: np.ndarray  # int64 [sampled tokens], oldest policy version each depends on
+    lags: np.ndarray  # int64 [sampled tokens], updates since the oldest policy version each depends on
     advantage: float
     weight: float  # of each sampled token in the loss, before the division by the batch's total
 
@@ -74,7 +74,7 @@ class MicroBatch:
     behaviour: torch.Tensor  # float32, logprob under the behaviour policy
     advantages: torch.Tensor  # float32
     weights: torch.Tensor  # float32
-    versions: torch.Tensor  # int64
+    lags: torch.Tensor  # int64
 
     @property
     def nodes(self) -> int:
@@ -183,7 +183,7 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
         behaviour=torch.from_numpy(np.concatenate([s.logprobs[s.mask == 1] for s in ordered]).astype(np.float32)),
         advantages=torch.from_numpy(np.repeat([s.advantage for s in ordered], counts).astype(np.float32)),
         weights=torch.from_numpy(np.repeat([s.weight for s in ordered], counts).astype(np.float32)),
-        versions=torch.from_numpy(np.concatenate([s.versions for s in ordered]).astype(np.int64)),
+        lags=torch.from_numpy(np.concatenate([s.lags for s in ordered]).astype(np.int64)),
     )
 
 

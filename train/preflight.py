@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.config import GeneratorConfig
+from actors.envs.local_fleet.application import ApplicationError, load_application
 from actors.envs.local_fleet.apps import APPLICATIONS
 from actors.envs.local_fleet.faults import FaultFileError, load_fault_plan
 from actors.prompt import Prompter, PromptError
@@ -18,6 +19,8 @@ from actors.task import Task, TaskFileError
 from serve.config import QUIET_ENGINE
 from train.config import ConfigError, RunConfig
 from train.data.run_tasks import load_split
+from train.data.sampler import TaskSampler
+from train.resume import can_resume
 from train.s3 import StorageError, objects
 
 LOCK_NAME = "run.lock"
@@ -46,6 +49,10 @@ def check_inputs(config: RunConfig) -> Inputs:
     for task in (*train_tasks, *eval_tasks):
         if task.task_modality != "tool_use":
             raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
+    try:
+        task_sampler(config, train_tasks)
+    except ValueError as error:
+        raise ConfigError(f"data.mix: {error}") from None
     check_env_keys(config, {task.env_key: task for task in reversed((*train_tasks, *eval_tasks))})
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
@@ -83,6 +90,15 @@ def check_store(location: str) -> None:
         raise ConfigError(f"trajectories.upload_to: {error}") from None
 
 
+def task_sampler(config: RunConfig, train_tasks: list[Task]) -> TaskSampler:
+    """The order in which the run uses its tasks.
+
+    Raises:
+        ValueError: ``data.mix`` cannot be had of these tasks.
+    """
+    return TaskSampler(train_tasks, config.seed, config.data.mix, config.trainer.train_batch_size)
+
+
 def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
     """Every environment the tasks name can be had: from an OpenEnv server, or from Fleet.
 
@@ -94,17 +110,23 @@ def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
         if env_key not in tasks:
             raise ConfigError(f"environment.openenv names '{env_key}', but no task has that env_key")
     of_fleet = [task for env_key, task in tasks.items() if env_key not in environment.openenv]
+    if environment.local_applications and environment.fleet != "local":
+        raise ConfigError("environment.local_applications is for environment.fleet 'local' only")
     if not of_fleet:
         return
     if environment.fleet == "hosted":
         if not os.environ.get("FLEET_API_KEY"):
             raise ConfigError("environment.fleet is 'hosted' but FLEET_API_KEY is not set; set it, or use 'local'")
         return
+    try:
+        own = [load_application(name).env_key for name in environment.local_applications]
+    except ApplicationError as error:
+        raise ConfigError(f"environment.local_applications: {error}") from None
     for task in of_fleet:
-        if task.env_key not in APPLICATIONS:
+        if task.env_key not in (*APPLICATIONS, *own):
             raise ConfigError(
                 f"task {task.task_key}: env_key '{task.env_key}' is neither in environment.openenv nor an application "
-                f"of the local Fleet ({', '.join(APPLICATIONS)})"
+                f"of the local Fleet ({', '.join((*APPLICATIONS, *own))})"
             )
 
 
@@ -189,20 +211,28 @@ class RunFolder:
             raise ConfigError(
                 f"run '{config.name}' is already running (process {owner}); pass another --name"
             ) from None
+        self.resumed = config.resume and can_resume(self.path)
         others = [entry for entry in self.path.iterdir() if entry.name != LOCK_NAME]
-        if others and not config.overwrite:
+        if others and not (config.overwrite or config.resume):
             self._lock.close()
             raise ConfigError(
-                f"run folder {self.path} holds an earlier run; choose another --name or pass --overwrite true"
+                f"run folder {self.path} holds an earlier run; choose another --name, or pass --resume true to go on "
+                "from its last checkpoint, or --overwrite true"
             )
-        for entry in others:
+        if not self.resumed:
+            self._clear()
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def _clear(self) -> None:
+        for entry in self.path.iterdir():
+            if entry.name == LOCK_NAME:
+                continue
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
 
     def close(self) -> None:
         self._lock.close()

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from train.evaluate import EvalResult
     from train.preflight import Inputs
     from train.progress import ProgressDisplay
+    from train.resume import ResumePoint
     from train.system import System
     from train.tracking import Tracker
 
+BEFORE = "before.json"  # the evaluation before training, for a run that is resumed
 POLL_S = 0.5
 USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"
 
@@ -56,20 +58,31 @@ def run(config: RunConfig, started: float) -> int:
         Stopped: a signal came; likewise.
     """
     from train.preflight import RunFolder, check_inputs
+    from train.resume import can_resume, prepare
 
     inputs = check_inputs(config)
     folder = RunFolder(config)
+    resumed = folder.resumed
     try:
-        return _run(config, inputs, started)
+        for restarts_left in range(config.max_restarts, -1, -1):
+            try:
+                return _run(config, inputs, started, prepare(config.run_dir) if resumed else None)
+            except RunFailed as error:
+                if not restarts_left or not can_resume(config.run_dir):
+                    raise
+                print(f"fleet-rl: the run failed: {error}; it goes on from its last checkpoint", file=sys.stderr)
+                resumed = True
+        raise AssertionError("the last attempt returns or raises")
     finally:
         folder.close()
 
 
-def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
+def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
     if not os.environ.get("RAY_ADDRESS"):
         # A Ray that the run starts itself is reached by this machine only: no token, no file of one in the home folder.
         # Ray reads this when it is imported, and a shell set up for a cluster may say otherwise.
         os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    from train.evaluate import load_results, save_results
     from train.progress import ProgressDisplay
     from train.report import write_report
     from train.system import System
@@ -79,10 +92,13 @@ def _run(config: RunConfig, inputs: Inputs, started: float) -> int:
     with (
         ProgressDisplay(config.name, steps) as progress,
         Tracker(config) as tracker,
-        System(config, inputs, steps) as system,
+        System(config, inputs, steps, resume) as system,
     ):
         system.start(progress.update)
-        before = evaluate(system, tracker, progress, 0) if config.trainer.eval_before_train else []
+        before = load_results(config.run_dir / BEFORE) if resume else []
+        if config.trainer.eval_before_train and not resume:
+            before = evaluate(system, tracker, progress, 0)
+            save_results(config.run_dir / BEFORE, before)
         train(system, tracker, progress, deadline=started + config.run_timeout)
         after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []
         facts = system.summary(before, after)

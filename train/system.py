@@ -22,22 +22,23 @@ from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.envs.local_server import LocalServerError, LocalServerProcess
 from actors.replay_buffer import ReplayBuffer
-from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.rollout_worker import GroupOrder, RolloutWorker, WorkerSettings
 from actors.task import Task
 from actors.trajectory import Group
 from actors.weight_store import WeightStore
 from serve.policy import CALLER_ENVIRONMENT, PolicyStartError, PolicyUpdateError, deploy_policy
+from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from train.config import RunConfig
-from train.data.sampler import TaskSampler
 from train.evaluate import EvalResult, dump_eval, evaluate_groups
 from train.failures import RunFailed, catch_signals
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
 from train.memory import PeakMemory
 from train.metrics import buffer_metrics, eval_group_metrics, lease_metrics
-from train.preflight import Inputs
+from train.preflight import Inputs, task_sampler
 from train.publisher import WeightPublisher
+from train.resume import CHECKPOINTS, ResumePoint
 from train.trajectory_store import StoreSettings, TrajectoryStore
 from train.trajectory_table import Origin
 
@@ -52,19 +53,23 @@ Report = Callable[[dict[str, Any]], None]
 class System:
     """Everything a run starts. A context manager: leaving it ends every actor, lease, process and file of the run."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs, steps: int) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, steps: int, resume: ResumePoint | None = None) -> None:
         self._config = config
+        self._resume = resume
         self._inputs = inputs
         self._steps = steps
         self._run_dir = config.run_dir.absolute()
         path = Path(config.trainer.policy.model.path)
         # Actors have working directories of their own; a hub name stays a name.
         self._model_path = str(path.absolute()) if path.is_dir() else str(path)
+        self._policy_path = str(resume.policy) if resume else self._model_path  # weights that rollouts begin with
         self._cleanup = ExitStack()
         self._memory = PeakMemory()
         self._seen_steps = 0
         self._learner: LearnerHandle | None = None
         self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
+        self._sampler = task_sampler(config, inputs.train_tasks)
+        self._servers: list[LocalServerProcess] = []  # that this run has started
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
         self._started = time.monotonic()
@@ -94,7 +99,7 @@ class System:
         Raises:
             RunFailed: something did not start; what did start ends when the context is left.
         """
-        report({"phase": "starting", "step": 0})
+        report({"phase": "starting", "step": self._resume.step if self._resume else 0})
         self._start_openenv()
         self._start_fleet()
         self._start_ray()
@@ -130,7 +135,8 @@ class System:
                 start_timeout_s=CALL_TIMEOUT_S,  # importing OpenEnv's server takes seconds
                 ignore_sigterm=True,
             )
-            return self._cleanup.enter_context(server).url
+            self._servers.append(self._cleanup.enter_context(server))
+            return server.url
         except LocalServerError as error:
             raise RunFailed(str(error)) from None
 
@@ -145,10 +151,11 @@ class System:
             fleet = LocalFleetProcess(
                 host=_node_address(),
                 faults=environment.local_faults,
+                arguments=[word for name in environment.local_applications for word in ("--applications", name)],
                 log_path=self._run_dir / "local_fleet.log",
                 ignore_sigterm=True,
             )
-            self._cleanup.enter_context(fleet)
+            self._servers.append(self._cleanup.enter_context(fleet))
         except LocalFleetError as error:
             raise RunFailed(f"local Fleet: {error}") from None
         self._api_key, self._base_url = LOCAL_API_KEY, fleet.url
@@ -172,7 +179,7 @@ class System:
                 "object_store_memory": config.object_store_bytes,
             }
         try:
-            ray.init(**settings)
+            start_ray(**settings)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunFailed(f"Ray: {str(error).splitlines()[0]}") from None
         catch_signals()
@@ -218,7 +225,7 @@ class System:
 
     def _deploy_policy(self) -> None:
         name = f"fleet-rl-{self._config.name}"
-        self._policy = deploy_policy(self._config.policy, self._model_path, self._store, app_name=name)
+        self._policy = deploy_policy(self._config.policy, self._policy_path, self._store, app_name=name)
         self._cleanup.callback(self._policy.shutdown)
 
     def _create_workers(self) -> None:
@@ -234,7 +241,7 @@ class System:
             ).remote(
                 WorkerSettings(
                     name=worker_name(index),
-                    model_path=self._model_path,
+                    model_path=self._policy_path,
                     max_model_len=config.policy.max_model_len,
                     max_episodes=per_worker,
                     generator=generator,
@@ -251,21 +258,40 @@ class System:
             )
             for index in range(generator.num_workers)
         ]
-        self._sampler = TaskSampler(self._inputs.train_tasks, config.seed)
         self._conductor = Conductor.options(name="conductor", max_concurrency=100).remote(
             ConductorSettings(
                 order=self._sampler,
                 n_samples=generator.n_samples_per_prompt,
                 sampling=self._training_sampling(),
                 group_timeout_s=deadline_of_group(config),
+                resumed=tuple(self._resumed_orders()),
             ),
             self._workers,
             self._buffer,
         )
 
+    def _resumed_orders(self) -> list[GroupOrder]:
+        """Buffer and sampler go on where the checkpoint has them. Returns the groups that were in flight then."""
+        if self._resume is None:
+            return []
+        state = self._resume.buffer
+        try:
+            if state["sampler"] is not None:
+                self._sampler.load_state_dict(state["sampler"])
+        except ValueError as error:
+            raise RunFailed(f"{self._resume.checkpoint}: {error}; the run cannot be resumed with them") from None
+        version, _ = _get(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
+        payloads = {ticket: ray.put(group) for ticket, group in self._resume.groups.items()}
+        in_flight = _get(self._buffer.resume.remote(state, payloads, version), CALL_TIMEOUT_S, "replay buffer")
+        tasks = {task.task_key: task for task in self._inputs.train_tasks}
+        sampling = self._training_sampling()
+        return [GroupOrder(tasks[key], ticket, tuple(ids), sampling) for ticket, key, ids in in_flight]
+
     def _start_learner(self) -> None:
         publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
         settings = learner_settings(self._config, self._model_path, self._steps)
+        if self._resume is not None:
+            settings = replace(settings, resume_from=str(self._resume.checkpoint))
         self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
         self._learner.start()
         self._cleanup.callback(self._end_rollouts, "the run is ending")
@@ -358,7 +384,16 @@ class System:
         return steps
 
     def status(self) -> dict[str, Any]:
-        """What the progress display shows."""
+        """What the progress display shows.
+
+        Raises:
+            RunFailed: a part that the run cannot go on without has ended, or does not answer.
+        """
+        try:
+            for server in self._servers:
+                server.check()
+        except LocalServerError as error:
+            raise RunFailed(str(error)) from None
         snapshot, leases = self._snapshot(), self._lease_counts()
         work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
         if work["error"] is not None:
@@ -402,6 +437,7 @@ class System:
             "greedy_after": after[1].overall.pass_at_1 if len(after) > 1 else None,
             "eval_tasks": len(self._inputs.eval_tasks),
             "steps": snapshot["trained_steps"],
+            "resumed_from_step": self._resume.step if self._resume else None,
             "sampled_tokens": work["sampled_tokens"],
             "first_rollout_s": round(self._first_rollout_s, 1) if self._first_rollout_s else None,
             "peak_rss_gb": round(self._memory.peak_gb, 2),
@@ -475,7 +511,7 @@ def learner_settings(config: RunConfig, model_path: str, steps: int) -> LearnerS
         use_gpu=learner.use_gpu,
         resources_per_worker={"CPU": learner.num_cpus} | ({"GPU": learner.num_gpus} if learner.use_gpu else {}),
         seed=config.seed,
-        checkpoint_dir=str(config.run_dir / "checkpoints"),
+        checkpoint_dir=str(config.run_dir / CHECKPOINTS),
         trajectories=store_settings(config),
         checkpoint_interval=trainer.ckpt_interval,
         checkpoints_kept=trainer.max_ckpts_to_keep,

@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import re
+import secrets
 import sys
 import threading
 import time
@@ -24,12 +25,13 @@ from typing import Any
 from train.config import RunConfig
 from train.evaluate import EvalResult
 from train.metrics import Metrics, eval_metrics, find_spec
+from train.resume import METRICS, STEP
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 WANDB_INIT_TIMEOUT_S = 60.0
-STEP = "trainer/global_step"
+
 
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|secret|token|password|passwd|credentials?|access_key(_id)?)$", re.IGNORECASE)
 _SECRET_TEXT = re.compile(r"\b(sk-[A-Za-z0-9_-]{8,}|AKIA[0-9A-Z]{12,}|xox[a-z]-[A-Za-z0-9-]{8,}|hf_[A-Za-z0-9]{16,})")
@@ -69,11 +71,11 @@ class Tracker:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.history: list[dict[str, float]] = []
         self.unknown: set[str] = set()
         run_dir = config.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self.history = _recorded(run_dir / METRICS)  # of a run that is resumed
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8")
         self._gauges = RayGauges(config.name)
         sinks: list[Callable[[], Sink]] = []
         if config.tracking.tensorboard:
@@ -111,6 +113,13 @@ class Tracker:
     def close(self) -> None:
         self._background.close(CLOSE_TIMEOUT_S)
         self._file.close()
+
+
+def _recorded(path: Path) -> list[dict[str, float]]:
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{k: math.nan if v is None else v for k, v in row.items() if k != "time"} for row in rows]
 
 
 class Sink:
@@ -162,7 +171,18 @@ class WandbSink(Sink):
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
 
         def start(mode: str) -> Any:
-            return wandb.init(project=project, name=name, dir=str(run_dir), mode=mode, config=config, settings=settings)
+            # A run that is resumed goes on under its id; offline that is of no meaning before it is synced.
+            resume = "allow" if mode == "online" else None
+            return wandb.init(
+                project=project,
+                name=name,
+                id=_wandb_id(run_dir),
+                resume=resume,
+                dir=str(run_dir),
+                mode=mode,
+                config=config,
+                settings=settings,
+            )
 
         try:
             self._run = start(mode)
@@ -178,6 +198,13 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(run_dir: Path) -> str:
+    path = run_dir / "wandb_id"
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 class Background:

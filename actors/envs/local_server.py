@@ -102,6 +102,11 @@ class LocalServerProcess:
         self.url, self.pid = hello["url"], hello["pid"]
         return self
 
+    def check(self) -> None:
+        """Raise :class:`LocalServerError` if the server ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self._failure(f"ended with exit code {self._process.returncode}")
+
     def stop(self) -> int | None:
         """End the server and wait for it. Its exit code, or None if it never ran. Harmless when repeated."""
         process, self._process = self._process, None

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.replay_buffer import ReplayBuffer
 from actors.replay_buffer_core import GroupHeader
 from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
+from serve.ray_start import start_ray
 from tests.models import tiny_qwen3
 from train import checkpoint
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
@@ -44,7 +45,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    start_ray("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
     torch.set_num_threads(1)
     yield
     ray.shutdown()

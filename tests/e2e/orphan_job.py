@@ -25,8 +25,10 @@ from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import RolloutWorker, WorkerSettings
 from actors.task import parse_task
 from benchmarks.fault_soak import MODEL, ScriptedPolicy, expert_turns
+from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from tests.fleet_faults import KEY
+from train.data.sampler import TaskSampler
 
 N_SAMPLES = 4
 WORKERS = 2
@@ -65,7 +67,7 @@ class Job:
             for index in range(WORKERS)
         ]
         ray.get([worker.start.remote() for worker in self.workers], timeout=120)
-        order = iter(tasks * 1000)
+        order = TaskSampler(tasks, seed=0)
         self.conductor = Conductor.options(max_concurrency=100).remote(
             ConductorSettings(order, N_SAMPLES, Sampling(), 120.0), self.workers, self.buffer
         )
@@ -97,7 +99,7 @@ def _worker(name: str, url: str) -> WorkerSettings:
 
 def main() -> None:
     url, run_name, folder = sys.argv[1:]
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=f"fleet-rl-{run_name}")
+    start_ray("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=f"fleet-rl-{run_name}")
     job = Job(url, run_name, Path(folder))
     print(json.dumps(job.pids()), flush=True)
     time.sleep(600)

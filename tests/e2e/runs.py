@@ -50,6 +50,16 @@ class Run:
                 return "".join(seen)
         raise AssertionError(f"the run ended before it said {text!r}:\n{''.join(seen)}")
 
+    def kill(self) -> None:
+        """SIGKILL for it and all it has started, as a machine that fails would."""
+        kill_tree(self.process)
+
+    def kill_one(self, name: str) -> None:
+        """SIGKILL for the process it started whose command line begins with ``name``."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        (one,) = [process for process in started if " ".join(process.cmdline()).startswith(name)]
+        one.kill()
+
     def leftovers(self, patience_s: float = 15.0) -> list[str]:
         """Processes the run started that are still there, and its files in shared memory; polled until gone."""
         deadline = time.monotonic() + patience_s
@@ -67,6 +77,18 @@ class Run:
             if marked and process.info["status"] != psutil.STATUS_ZOMBIE:
                 left.append(f"{process.pid} {' '.join(process.info['cmdline'])[:120]}")
         return left + [str(path) for path in Path("/dev/shm").glob(f"fleet-rl-*{self.folder.name}*")]
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    everyone = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for one in everyone:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(everyone, timeout=10)
+    process.stdout.close()
+    process.wait(10)
 
 
 def start(config: str, name: str, out: Path, **overrides: Any) -> Run:

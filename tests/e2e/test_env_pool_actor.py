@@ -16,6 +16,7 @@ from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import EnvSpec
 from actors.task import parse_task
 from actors.trajectory import Graded
+from serve.ray_start import start_ray
 from tests.fleet_faults import KEY, LocalFleet
 
 TASK = parse_task(
@@ -39,7 +40,7 @@ def local_fleet():
 
 @pytest.fixture(scope="module")
 def actor(local_fleet, tmp_path_factory):
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
+    start_ray("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="env-pool-test")
     try:
         table = tmp_path_factory.mktemp("run") / "leases.db"
         handle = create_env_pool(PoolSettings("actor", "n", table_path=table, tick_s=0.05), KEY, local_fleet.url)

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
@@ -18,7 +17,9 @@ from actors.conductor import worker_name
 from actors.env_pool_core import run_prefix
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import SlotState, load_slots
+from serve.ray_start import start_ray
 from tests.e2e.orphan_job import Job
+from tests.e2e.runs import kill_tree
 from tests.fleet_faults import KEY, LocalFleet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def local_fleet():
 @pytest.fixture
 def job(local_fleet, tmp_path, request):
     name = f"orphans-{request.node.name[:24]}"
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=f"fleet-rl-{name}")
+    start_ray("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=f"fleet-rl-{name}")
     try:
         job = Job(local_fleet.url, name, tmp_path)
         job.folder = tmp_path
@@ -143,16 +144,3 @@ def start_job(local_fleet, name, folder):
         text=True,
         env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
     )
-
-
-def kill_tree(process):
-    """SIGKILL for the driver and all it has started, as a machine that fails would."""
-    everyone = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for one in everyone:
-        try:
-            one.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(everyone, timeout=10)
-    process.stdout.close()
-    process.wait(10)

@@ -14,6 +14,7 @@ from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
 from serve.engine import EngineDead, RequestRefused
 from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
+from serve.ray_start import start_ray
 from serve.sampling import Completion, Sampling
 from serve.weight_transfer import SHARED_MEMORY, pack_weights, read_header
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
@@ -28,7 +29,7 @@ RESTART_S = 120
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    start_ray("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
     yield
     ray.shutdown()
 

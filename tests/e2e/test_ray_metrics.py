@@ -9,6 +9,7 @@ import httpx
 import pytest
 import ray
 
+from serve.ray_start import start_ray
 from train.tracking import RayGauges
 
 DEADLINE_S = 60.0
@@ -19,7 +20,7 @@ def endpoint(monkeypatch):
     """The metrics address of a Ray that this test starts and ends."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
+    start_ray(
         "local",
         num_cpus=1,
         include_dashboard=False,

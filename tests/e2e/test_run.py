@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -113,23 +115,38 @@ def test_the_last_checkpoint_loads_in_transformers_and_holds_the_published_weigh
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained("configs/models/tiny-tracker").chat_template
 
 
-@pytest.mark.timeout(700)
-def test_synchronous_runs_with_one_seed_are_the_same_run(tmp_path):
-    keys = {"buffer.max_staleness": 0, "trainer.eval_before_train": "false", "trainer.eval_after_train": "false"}
-    seen = []
-    # Both at once: whatever order and batches the load brings about must not matter.
-    for run in [start("configs/demo.yaml", name, tmp_path, keys=keys) for name in ("first", "second")]:
+@pytest.mark.timeout(900)
+def test_a_synchronous_run_that_is_killed_and_resumed_is_the_undisturbed_run(tmp_path):
+    """Beside another run: whatever order and batches the load brings about must not matter."""
+    keys = {
+        "trainer.max_steps": 4,
+        "trainer.ckpt_interval": 1,
+        "buffer.max_staleness": 0,
+        "trainer.eval_before_train": "false",
+        "trainer.eval_after_train": "false",
+    }
+    undisturbed, killed = (start("configs/demo.yaml", name, tmp_path, keys=keys) for name in ("undisturbed", "killed"))
+    killed.read_until("training  step 1")
+    time.sleep(random.uniform(0, 1.5))
+    killed.kill()
+    resumed = start("configs/demo.yaml", "killed", tmp_path, keys=keys | {"resume": "true"})
+    seen, weights = [], []
+    for run in (undisturbed, resumed):
         text = run.output()
         assert run.process.returncode == 0, text
-        for version, batch in enumerate(batches(run.folder)):
-            assert {span[0] for t in batch for span in t["spans"]} == {version}, "a batch was not on-policy"
-        exact = ("task_key", "ids", "mask", "spans", "reward", "stop_reason", "messages")
+        assert json.loads(text.strip().splitlines()[-1])["ledger"]["train"]["balanced"]
+        assert {step["staleness/max"] for step in steps(run.folder)} == {0}, "a batch was not on-policy"
+        exact = ("trajectory_id", "task_key", "ids", "mask", "reward", "stop_reason", "messages")
         seen.append([[[t[key] for key in exact] for t in batch] for batch in batches(run.folder)])
-    assert seen[0] == seen[1] and len(seen[0]) == 3
+        policy = run.folder / "checkpoints" / "global_step_4" / "policy"
+        weights.append(list(AutoModelForCausalLM.from_pretrained(policy).parameters()))
+    assert json.loads(text.strip().splitlines()[-1])["resumed_from_step"] >= 1
+    assert seen[0] == seen[1] and len(seen[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), "the optimiser began afresh"
 
 
 @pytest.mark.timeout(400)
-def test_faults_of_the_environment_end_episodes_with_a_reason_and_the_run_goes_on(tmp_path):
+def test_faults_of_the_environment_and_a_killed_learner_do_not_end_a_run(tmp_path):
     faults = tmp_path / "faults.yaml"
     faults.write_text(
         "seed: 3\n"
@@ -144,10 +161,13 @@ def test_faults_of_the_environment_end_episodes_with_a_reason_and_the_run_goes_o
         "generator.deadlines.verify": 5,
         "trainer.eval_before_train": "false",
         "trainer.eval_after_train": "false",
+        "trainer.ckpt_interval": 1,
     }
     run = start("configs/demo.yaml", "faults", tmp_path, keys=keys)
+    run.read_until("training  step 1")
+    run.kill_one("ray::RayTrainWorker")
     text = run.output()
-    assert run.process.returncode == 0, text
+    assert run.process.returncode == 0 and "it goes on from its last checkpoint" in text, text
     ledger = json.loads(text.strip().splitlines()[-1])["ledger"]
     assert ledger["train"]["balanced"] and ledger["train"]["ungraded"] > 0 and ledger["instances"]["left"] == 0
     for trajectory in (t for batch in batches(run.folder) for t in batch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from actors.envs.local_fleet.faults import load_fault_plan
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.task import load_tasks
+from train.config import ConfigError, load_config
+from train.preflight import check_inputs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/local-fleet.md").read_text(encoding="utf-8")
@@ -43,6 +46,20 @@ def test_the_example_application_is_hosted_and_its_task_is_graded(
         lines = run("try_notes.py", FLEET_BASE_URL=process.url, FLEET_API_KEY="sk-local").splitlines()
     assert (lines[0], lines[-1]) == ("untouched: 0.0", "solved: 1.0")
     assert json.loads(lines[1]) == {"notes": [[1, "ana", "buy tea"]]}
+
+
+def test_a_run_may_train_on_the_example_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes_app.py").write_text(blocks("python")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = runpy.run_path(str(tmp_path / "notes_app.py"))["TASK"]
+    for name, key in (("train", "notes_1"), ("eval", "notes_2")):
+        (tmp_path / f"{name}.json").write_text(json.dumps([task | {"task_key": key}]))
+    files = ["--data.train_tasks", str(tmp_path / "train.json"), "--data.eval_tasks", str(tmp_path / "eval.json")]
+    demo = REPOSITORY / "configs/demo.yaml"
+    with pytest.raises(ConfigError, match="env_key 'notes' is neither"):
+        check_inputs(load_config(demo, files))
+    own = ["--environment.local_applications", '["notes_app:Notes"]']
+    assert [task.env_key for task in check_inputs(load_config(demo, files + own)).train_tasks] == ["notes"]
 
 
 def test_the_example_scenario_loads(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.lineage import Lineage
 from actors.trajectory import Cancelled, Graded, Group, InfraFailed, Outcome, Span, StopReason, Trajectory, Ungraded
 from train import metrics
 from train.evaluate import evaluate_groups
@@ -127,7 +128,7 @@ def test_staleness_takes_a_groups_oldest_token_and_weighs_tokens():
         group("x", attempt(1.0, tokens=4, versions=(5,)), attempt(0.0, tokens=4, versions=(3, 4))),
         group("x", attempt(1.0, tokens=8, versions=(5,)), attempt(0.0, tokens=0, versions=())),
     ]
-    got = metrics.staleness_metrics(groups, version=5)
+    got = metrics.staleness_metrics(groups, Lineage([(0, 5, 0)]))
     assert got["staleness/max"] == 2 and got["staleness/mean"] == 1.0
     assert got["staleness/token_mean"] == pytest.approx((2 * 2 + 2 * 1) / 16)
     assert got["staleness/mixed_share"] == pytest.approx(1 / 3)
@@ -169,7 +170,7 @@ def computed() -> set[str]:
         metrics.reward_metrics(BATCH, 4),
         metrics.environment_metrics(BATCH),
         metrics.generate_metrics(BATCH),
-        metrics.staleness_metrics(BATCH, 1),
+        metrics.staleness_metrics(BATCH, Lineage([(0, 1, 0)])),
         metrics.eval_group_metrics(BATCH, 4),
         metrics.buffer_metrics(SNAPSHOT),
         metrics.lease_metrics({**LEASES, "capacity": 8}),

@@ -205,7 +205,7 @@ def test_every_path_spells_its_sequence_and_every_sampled_token_has_its_target(r
             assert batch.behaviour[token] == sample.logprobs[position]
             assert batch.sequence[token] == number
             token += 1
-    assert token == len(batch.target_of) == len(batch.versions)
+    assert token == len(batch.target_of) == len(batch.lags)
 
 
 def _nodes(samples: list[Sample]) -> int:

@@ -104,6 +104,12 @@ def test_a_malformed_fault_file(capsys, tmp_path):
     assert "faults.yaml" in complaint(capsys, tmp_path, "--environment.local_faults", path)
 
 
+def test_an_application_of_ones_own_that_cannot_be_hosted(capsys, tmp_path):
+    own = ("--environment.local_applications", '["no_such_module:Notes"]')
+    assert "no_such_module" in complaint(capsys, tmp_path, *own)
+    assert "for environment.fleet 'local' only" in complaint(capsys, tmp_path, *own, "--environment.fleet", "hosted")
+
+
 def test_an_earlier_run_is_kept_unless_told_otherwise(capsys, tmp_path):
     kept = tmp_path / "runs" / "refused" / "summary.json"
     kept.parent.mkdir(parents=True)

@@ -311,7 +311,7 @@ async def test_a_batch_is_handed_over_as_soon_as_it_is_complete():
     assert await buffer.commit(groups[:1]) == ["buffered"] and not waiting.done()
     assert await buffer.commit(groups[1:]) == ["buffered"]
     batch = await waiting
-    assert batch["refs"] == ["ref 0", "ref 1"] and batch["lags"] == [0, 0] and batch["version"] == 0
+    assert batch["refs"] == ["ref 0", "ref 1"] and batch["lineage"].newest == 0
     await buffer.ack(1, 1)
     assert (await buffer.snapshot())["trained"] == 2
 

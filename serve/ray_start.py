@@ -1,0 +1,26 @@
+"""Starting or joining Ray, with a second try where Ray's own start is known to fail now and then."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+
+TRIES = 2
+# On a busy machine Ray's GCS process now and then does not come up, and `ray.init` raises after 30 s; a fresh one does.
+# Can go once Ray starts it again itself: https://github.com/vllm-project/vllm/pull/47208.
+_GCS_DID_NOT_START = "Timed out waiting for file"
+
+logger = logging.getLogger(__name__)
+
+
+def start_ray(*arguments: Any, **settings: Any) -> Any:
+    """``ray.init``, tried again once if the GCS did not come up. Raises what ``ray.init`` raises."""
+    for number in range(1, TRIES + 1):
+        try:
+            return ray.init(*arguments, **settings)
+        except RuntimeError as error:
+            if number == TRIES or _GCS_DID_NOT_START not in str(error):
+                raise
+            logger.warning("Ray did not start (%s); trying again", error)
