@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import ray
 
-from serve.weight_transfer import Header, check_shapes, read_header
+from serve.snapshot_header import Header, check_shapes, read_header
 
 Shapes = dict[str, tuple[int, ...]]
 

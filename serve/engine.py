@@ -51,10 +51,12 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from serve.config import PolicyConfig
 from serve.sampling import Completion, Sampling
+from serve.shared_folder import SharedFolder
+from serve.snapshot_header import check_shapes
 from serve.weight_group import CHUNK_BYTES, WeightGroup, join_group
 from serve.weight_layout import Checksums, WeightLayout, checksums
 from serve.weight_routes import Invitation, WeightUpdate
-from serve.weight_transfer import SharedFolder, check_received, check_shapes, checkpoint_shapes, read_snapshot
+from serve.weight_transfer import check_received, checkpoint_shapes, read_snapshot
 
 SUPPORTED_VLLM = ((0, 26), (0, 30))  # from, up to but not including
 BACKEND = "fleet-rl"

@@ -19,9 +19,9 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from serve.config import PolicyConfig
 from serve.sampling import Completion, Sampling
-from serve.weight_group import in_thread
+from serve.shared_folder import SharedFolder, remove_abandoned
+from serve.side_thread import in_thread
 from serve.weight_routes import Invitation, Member, RouteSetting, WeightUpdate
-from serve.weight_transfer import SharedFolder, remove_abandoned
 
 if TYPE_CHECKING:
     from serve.engine import Engine, UpdateReport

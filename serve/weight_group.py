@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -51,20 +48,6 @@ def load_communicator(device: torch.device) -> None:
         # vLLM would write to the terminal of a learner that only borrows its communicator.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", QUIET_ENGINE["VLLM_LOGGING_LEVEL"])
         import vllm.distributed.device_communicators.pynccl  # noqa: F401
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run something that may hang for ever, in a thread that keeps no process from ending."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(function(*args))
-        except BaseException as error:  # handed to whoever asks for the result
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=getattr(function, "__name__", "thread"), daemon=True).start()
-    return done
 
 
 def join_group(

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 
+from serve.snapshot_header import CHECKSUMS, SnapshotError
+
 CheckWeights = Literal["sample", "all"]
 SAMPLED_TENSORS = 8
 # What a sample costs must not grow with the vocabulary; embeddings of large models are left to the size check.
 LARGEST_SAMPLED_BYTES = 64 * 2**20
-CHECKSUMS = "checksums"  # key of a snapshot's metadata
 CHECKSUM_BLOCK = 1 << 24  # words; bounds the temporary memory
 # So many tensors are summed one by one: a GPU takes longer to be told of hundreds of them than to read them all, a CPU
 # longer to keep running totals.
@@ -31,10 +32,6 @@ FORMAT_NAMES = {
     torch.uint8: "U8",
 }
 Metadata = Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
-
-
-class SnapshotError(ValueError):
-    """Weights are damaged on their way or do not fit the model. The message says what, where, and what to do."""
 
 
 @dataclass(frozen=True)

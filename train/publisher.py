@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from serve.policy import Member, PolicyClient, PolicyUpdateError
-from serve.weight_group import CHUNK_BYTES, WeightGroup, in_thread, join_group, listener, load_communicator
+from serve.side_thread import in_thread
+from serve.weight_group import CHUNK_BYTES, WeightGroup, join_group, listener, load_communicator
 from serve.weight_layout import WeightImage, WeightLayout
 from serve.weight_routes import (
     LEARNER_RANK,

@@ -10,7 +10,8 @@ import pytest_asyncio
 from serve.config import PolicyConfig
 from serve.engine import Engine, EngineDead, GenerateTimeout, RequestRefused, _check_vllm_version
 from serve.sampling import Sampling
-from serve.weight_transfer import SharedFolder, pack_weights
+from serve.shared_folder import SharedFolder
+from serve.weight_transfer import pack_weights
 from tests.models import byte_tokenizer, perturbed_weights, reference_logprobs, tiny_qwen3
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

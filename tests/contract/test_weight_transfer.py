@@ -16,18 +16,10 @@ from safetensors.torch import load
 from serve.config import PolicyConfig
 from serve.engine import Engine, EngineDead
 from serve.sampling import Sampling
+from serve.shared_folder import SharedFolder, remove_abandoned
+from serve.snapshot_header import SnapshotError, check_shapes, read_header
 from serve.weight_layout import checksum
-from serve.weight_transfer import (
-    SharedFolder,
-    SnapshotError,
-    check_received,
-    check_shapes,
-    checkpoint_shapes,
-    pack_weights,
-    read_header,
-    read_snapshot,
-    remove_abandoned,
-)
+from serve.weight_transfer import check_received, checkpoint_shapes, pack_weights, read_snapshot
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 
 WEIGHTS = {
@@ -115,7 +107,7 @@ def test_a_folder_goes_with_its_owner_and_snapshots_before(tmp_path):
 
 def test_only_folders_of_dead_owners_are_removed(tmp_path):
     program = (
-        "import sys, time; from pathlib import Path; from serve.weight_transfer import SharedFolder;"
+        "import sys, time; from pathlib import Path; from serve.shared_folder import SharedFolder;"
         f"f = SharedFolder('killed', root=Path({str(tmp_path)!r})); (f.path / 'v1').write_bytes(b'x');"
         "print(f.path.name, flush=True); time.sleep(60)"
     )

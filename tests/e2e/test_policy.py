@@ -16,7 +16,9 @@ from serve.engine import EngineDead, RequestRefused
 from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.ray_start import start_ray
 from serve.sampling import Completion, Sampling
-from serve.weight_transfer import SHARED_MEMORY, pack_weights, read_header
+from serve.shared_folder import SHARED_MEMORY
+from serve.snapshot_header import read_header
+from serve.weight_transfer import pack_weights
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 
 APP = f"fleet-rl-test-{os.getpid()}"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from actors.weight_store import STATE_FILE, WeightLedger
-from serve.weight_transfer import SnapshotError, pack_weights, read_header
+from serve.snapshot_header import SnapshotError, read_header
+from serve.weight_transfer import pack_weights
 
 
 def header(rows=2):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from serve.weight_layout import FEW_TENSORS, Checksums, SnapshotError, WeightImage, WeightLayout, checksum
+from serve.snapshot_header import SnapshotError
+from serve.weight_layout import FEW_TENSORS, Checksums, WeightImage, WeightLayout, checksum
 from serve.weight_transfer import pack_named, pack_weights, snapshot_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]

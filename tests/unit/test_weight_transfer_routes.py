@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from serve.weight_group import in_thread, join_group, listener
+from serve.side_thread import in_thread
+from serve.weight_group import join_group, listener
 from serve.weight_routes import Invitation, Member, RouteError, choose_route, depends_on_members, group_ranks
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
