@@ -23,6 +23,7 @@ from train.data.sampler import TaskSampler
 from train.resume import can_resume
 from train.s3 import StorageError, objects
 
+DEVICES = Path("/dev")
 LOCK_NAME = "run.lock"
 
 
@@ -56,6 +57,7 @@ def check_inputs(config: RunConfig) -> Inputs:
     check_env_keys(config, {task.env_key: task for task in reversed((*train_tasks, *eval_tasks))})
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
+    check_gpus(config)
     if config.trajectories.upload_to is not None:
         check_store(config.trajectories.upload_to)
     if config.environment.local_faults is not None:
@@ -189,6 +191,21 @@ def check_disk(config: RunConfig) -> None:
         raise ConfigError(
             f"not enough disk under {existing}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed "
             f"({kept} checkpoints x {weights / 1e9:.2f} GB of weights + 0.07 GB)"
+        )
+
+
+def check_gpus(config: RunConfig) -> None:
+    """Where the run starts Ray itself, its actors must fit on this machine's GPUs: they would wait for ever."""
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    policy, learner = config.policy, config.trainer.learner
+    needed = policy.num_replicas * policy.num_gpus + learner.use_gpu * learner.num_workers * learner.num_gpus
+    here = len(list(DEVICES.glob("nvidia[0-9]*")))
+    if needed > here:
+        raise ConfigError(
+            f"the run needs {needed:g} GPUs (policy.num_replicas {policy.num_replicas} x num_gpus {policy.num_gpus:g}, "
+            f"trainer.learner.num_workers {learner.num_workers} x num_gpus {learner.num_gpus:g} where use_gpu is set), "
+            f"but this machine has {here}; set RAY_ADDRESS for a cluster that has them"
         )
 
 

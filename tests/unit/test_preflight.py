@@ -98,6 +98,15 @@ def test_the_hosted_fleet_without_a_key(capsys, tmp_path, monkeypatch):
     assert "FLEET_API_KEY is not set" in complaint(capsys, tmp_path, "--environment.fleet", "hosted")
 
 
+def test_more_gpus_than_this_machine_has(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.preflight.DEVICES", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = complaint(capsys, tmp_path, "--policy.num_gpus", "1", "--policy.num_replicas", "2")
+    assert "the run needs 2 GPUs" in line and "this machine has 1" in line
+
+
 def test_a_malformed_fault_file(capsys, tmp_path):
     path = tmp_path / "faults.yaml"
     path.write_text("faults: [{route: nowhere, kind: hang}]")
