@@ -108,13 +108,14 @@ async def test_a_request_that_cannot_run_is_refused_and_the_next_is_answered(eng
 
 
 async def test_a_cancelled_request_leaves_the_engine(engine):
-    task = asyncio.create_task(sample(engine, max_tokens=900))
+    # Several: one may happen to draw the end of its turn before.
+    tasks = [asyncio.create_task(sample(engine, max_tokens=900)) for _ in range(8)]
     while not engine.requests_in_flight:
         await asyncio.sleep(0)
     await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert any(task.cancel() for task in tasks)
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(one, asyncio.CancelledError) for one in ended)
     assert engine.requests_in_flight == 0
     assert not engine._llm.output_processor.request_states
 

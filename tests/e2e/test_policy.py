@@ -121,9 +121,10 @@ def test_a_refused_request_says_why_to_its_caller(client):
 
 def test_a_cancelled_request_leaves_its_replica(client):
     async def cancel_one():
-        call = client.generate(PROMPT, Sampling(max_tokens=490), request_id="cancelled")
+        # Several: one may happen to draw the end of its turn before.
+        calls = [client.generate(PROMPT, Sampling(max_tokens=490), request_id=f"cancelled-{i}") for i in range(8)]
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(call, 0.3)
+            await asyncio.wait_for(asyncio.gather(*calls), 0.3)
 
     asyncio.run(cancel_one())
     until(lambda: sum(s["requests_in_flight"] for s in client.stats()) == 0, 10, "the request ends in its engine")
