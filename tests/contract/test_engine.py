@@ -113,7 +113,7 @@ async def test_a_cancelled_request_leaves_the_engine(engine):
     while not engine.requests_in_flight:
         await asyncio.sleep(0)
     await asyncio.sleep(0.1)
-    assert any(task.cancel() for task in tasks)
+    assert any([task.cancel() for task in tasks])
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert any(isinstance(one, asyncio.CancelledError) for one in ended)
     assert engine.requests_in_flight == 0
