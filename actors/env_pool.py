@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,6 +23,9 @@ RELEASE_TIMEOUT_S = 60.0  # for a worker that gives a lease back; its episode us
 RESTART_PAUSE_S = 0.5  # between two calls of a pool that has died and that Ray starts again
 # Everybody who waits for an instance occupies one call of the actor; Ray's default of 1000 would be a hidden queue.
 MAX_CONCURRENT_CALLS = 20_000
+
+
+logger = logging.getLogger(__name__)
 
 
 @ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENT_CALLS, max_restarts=3)
@@ -159,6 +163,7 @@ class EnvPoolClient(PoolClient):
         super().__init__(api_key, base_url)
         self._actor = actor
         self._owner = owner
+        self._releases: set[asyncio.Task[bool]] = set()
 
     async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
         lease_id = uuid.uuid4().hex
@@ -172,8 +177,18 @@ class EnvPoolClient(PoolClient):
             raise
 
     async def release(self, lease_id: str, reusable: bool) -> bool:
-        # A lease that a dying pool was given back is still lent in the table it left behind.
-        return await _insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
+        # A lease that a dying pool was given back is still lent in the table it left behind. A pool may take longer to
+        # come back than an episode has for its close: whoever gives up waiting does not end the call.
+        call = _insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
+        release = asyncio.create_task(call)
+        self._releases.add(release)
+        release.add_done_callback(self._released)
+        return await asyncio.shield(release)
+
+    def _released(self, release: asyncio.Task[bool]) -> None:
+        self._releases.discard(release)
+        if not release.cancelled() and (error := release.exception()) is not None:
+            logger.warning("a lease could not be given back and waits for its deadline: %s", error)
 
 
 class LocalPoolClient(PoolClient):
