@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
@@ -163,29 +163,42 @@ class EnvPoolClient(PoolClient):
         super().__init__(api_key, base_url)
         self._actor = actor
         self._owner = owner
-        self._releases: set[asyncio.Task[bool]] = set()
+        self._releases: set[asyncio.Task[Any]] = set()
 
     async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
         lease_id = uuid.uuid4().hex
+        acquiring = asyncio.create_task(
+            _insist(lambda left_s: self._actor.acquire.remote(spec, left_s, self._owner, lease_id), timeout_s)
+        )
         try:
-            return await _insist(
-                lambda left_s: self._actor.acquire.remote(spec, left_s, self._owner, lease_id), timeout_s
-            )
+            return await asyncio.shield(acquiring)
         except (asyncio.CancelledError, TimeoutError):
-            # It waits still, or it was granted and nobody has touched it.
-            self._actor.release.remote(lease_id, True)
+            self._keep(self._withdraw(lease_id, acquiring))
             raise
+
+    async def _withdraw(self, lease_id: str, acquiring: asyncio.Task[Lease]) -> None:
+        """End a call that nobody waits for. It waits still, or it was granted and nobody has touched the lease; or it
+        reaches a pool that is being started after its own withdrawal did, and is granted then."""
+        if not acquiring.done():
+            self._actor.release.remote(lease_id, True)
+        await asyncio.wait([acquiring])
+        if acquiring.exception() is None or isinstance(acquiring.exception(), TimeoutError):
+            await _insist(lambda _: self._actor.release.remote(lease_id, True), RELEASE_TIMEOUT_S)
 
     async def release(self, lease_id: str, reusable: bool) -> bool:
         # A lease that a dying pool was given back is still lent in the table it left behind. A pool may take longer to
         # come back than an episode has for its close: whoever gives up waiting does not end the call.
         call = _insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
+        return await asyncio.shield(self._keep(call))
+
+    def _keep(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A call that goes on whoever stops waiting for it."""
         release = asyncio.create_task(call)
         self._releases.add(release)
         release.add_done_callback(self._released)
-        return await asyncio.shield(release)
+        return release
 
-    def _released(self, release: asyncio.Task[bool]) -> None:
+    def _released(self, release: asyncio.Task[Any]) -> None:
         self._releases.discard(release)
         if not release.cancelled() and (error := release.exception()) is not None:
             logger.warning("a lease could not be given back and waits for its deadline: %s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,14 +42,14 @@ class Run:
     def output(self, timeout_s: float = RUN_TIMEOUT_S) -> str:
         return self.process.communicate(timeout=timeout_s)[0]
 
-    def read_until(self, text: str) -> str:
-        """Read the run's output up to the line that holds ``text``."""
+    def read_until(self, pattern: str) -> str:
+        """Read the run's output up to a line in which the regular expression is found."""
         seen = []
         for line in self.process.stdout:
             seen.append(line)
-            if text in line:
+            if re.search(pattern, line):
                 return "".join(seen)
-        raise AssertionError(f"the run ended before it said {text!r}:\n{''.join(seen)}")
+        raise AssertionError(f"the run ended before it said {pattern!r}:\n{''.join(seen)}")
 
     def kill(self) -> None:
         """SIGKILL for it and all it has started, as a machine that fails would."""

@@ -16,10 +16,8 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
+def endpoint():
     """The metrics address of a Ray that this test starts and ends."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     start_ray(
         "local",
         num_cpus=1,
