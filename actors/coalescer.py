@@ -53,6 +53,9 @@ class Coalescer(Generic[Item, Answer]):
         if not items:
             return []
         try:
-            return await self._send(items)
-        except Exception as error:
+            answers = await self._send(items)
+            if len(answers) != len(items):
+                raise ValueError(f"{len(answers)} answers came for {len(items)} items")
+            return answers
+        except Exception as error:  # every sender gets it
             return [error] * len(items)

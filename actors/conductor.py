@@ -143,6 +143,8 @@ class Conductor:
             self._begin(order)
         while self._living():
             tickets = await self._buffer.issue.remote(TICKET_POLL_S, TICKETS_AT_ONCE)
+            if not tickets:
+                continue
             orders = [self._order(ticket_id) for ticket_id, _ in tickets]
             groups = [(o.group_id, o.task.task_key, list(o.episode_ids)) for o in orders]
             await self._buffer.start.remote(groups, self._settings.order.state_dict())

@@ -13,6 +13,14 @@ class RunFailed(RuntimeError):
     """A run that cannot go on; the message is the reason, in one line."""
 
 
+class OutOfTime(RunFailed):
+    """``run_timeout`` has passed: going on from a checkpoint would not help."""
+
+
+class ResumeError(RunFailed):
+    """A checkpoint that this configuration cannot go on from; the message is one line."""
+
+
 class Stopped(BaseException):
     """SIGTERM or SIGINT: end in an orderly way. Not an ``Exception``, so that nothing on the way swallows it."""
 

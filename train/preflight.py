@@ -19,8 +19,7 @@ from actors.task import Task, TaskFileError
 from serve.config import QUIET_ENGINE
 from train.config import ConfigError, RunConfig
 from train.data.run_tasks import load_split
-from train.data.sampler import TaskSampler
-from train.resume import can_resume
+from train.resume import SUMMARY, can_resume, task_sampler
 from train.s3 import StorageError, objects
 
 DEVICES = Path("/dev")
@@ -90,15 +89,6 @@ def check_store(location: str) -> None:
         next(objects(location.rstrip("/") + "/"), None)
     except StorageError as error:
         raise ConfigError(f"trajectories.upload_to: {error}") from None
-
-
-def task_sampler(config: RunConfig, train_tasks: list[Task]) -> TaskSampler:
-    """The order in which the run uses its tasks.
-
-    Raises:
-        ValueError: ``data.mix`` cannot be had of these tasks.
-    """
-    return TaskSampler(train_tasks, config.seed, config.data.mix, config.trainer.train_batch_size)
 
 
 def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
@@ -230,7 +220,9 @@ class RunFolder:
             ) from None
         self.resumed = config.resume and can_resume(self.path)
         others = [entry for entry in self.path.iterdir() if entry.name != LOCK_NAME]
-        if others and not (config.overwrite or config.resume):
+        # What was interrupted before its first checkpoint holds nothing to go on from, and nothing to keep.
+        interrupted = not (self.path / SUMMARY).exists()
+        if others and not (config.overwrite or self.resumed or (config.resume and interrupted)):
             self._lock.close()
             raise ConfigError(
                 f"run folder {self.path} holds an earlier run; choose another --name, or pass --resume true to go on "

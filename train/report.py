@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from train.evaluate import EvalResult, PassRate
+from train.resume import SUMMARY
 
 CURVE_FILE = "reward_curve.png"
-SUMMARY_FILE = "summary.json"
 SMOOTHING_STEPS = 5
 
 # Files and folders of a run that are worth naming, if they are there.
 _CONTENTS = {
     CURVE_FILE: "reward curve",
-    SUMMARY_FILE: "the last line of this output",
+    SUMMARY: "the last line of this output",
     "metrics.jsonl": "every metric of every step",
     "tensorboard": "tensorboard --logdir",
     "wandb": "wandb sync",
@@ -51,7 +51,7 @@ def write_report(
     console = console or Console()
     summary = plain(summary)
     draw_curve(run_dir / CURVE_FILE, run_dir.name, history, before, after)
-    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if before or after:
         console.print(pass_table(before, after))
     else:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import ConfigError, RunConfig, load_config, print_help
-from train.failures import RunFailed, Stopped, stoppable
+from train.failures import OutOfTime, ResumeError, RunFailed, Stopped, stoppable
 
 if TYPE_CHECKING:
     from train.evaluate import EvalResult
@@ -58,23 +58,35 @@ def run(config: RunConfig, started: float) -> int:
         Stopped: a signal came; likewise.
     """
     from train.preflight import RunFolder, check_inputs
-    from train.resume import can_resume, prepare
+    from train.resume import prepare
 
     inputs = check_inputs(config)
     folder = RunFolder(config)
-    resumed = folder.resumed
     try:
-        for restarts_left in range(config.max_restarts, -1, -1):
-            try:
-                return _run(config, inputs, started, prepare(config.run_dir) if resumed else None)
-            except RunFailed as error:
-                if not restarts_left or not can_resume(config.run_dir):
-                    raise
-                print(f"fleet-rl: the run failed: {error}; it goes on from its last checkpoint", file=sys.stderr)
-                resumed = True
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            resume = prepare(config, inputs.train_tasks) if folder.resumed else None
+        except ResumeError as error:
+            raise ConfigError(str(error)) from None
+        return _run_and_restart(config, inputs, started, resume)
     finally:
         folder.close()
+
+
+def _run_and_restart(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
+    from train.resume import can_resume, prepare
+
+    restarts_left = config.max_restarts
+    while True:
+        try:
+            return _run(config, inputs, started, resume)
+        except OutOfTime:
+            raise
+        except RunFailed as error:
+            if not restarts_left or not can_resume(config.run_dir):
+                raise
+            print(f"fleet-rl: the run failed: {error}; it goes on from its last checkpoint", file=sys.stderr)
+        restarts_left -= 1
+        resume = prepare(config, inputs.train_tasks)
 
 
 def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
@@ -120,7 +132,7 @@ def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline:
     system.start_rollouts()
     while not system.learner_done():
         if time.monotonic() > deadline:
-            raise RunFailed("run_timeout passed")
+            raise OutOfTime("run_timeout passed")
         _record(system, tracker, progress)
         progress.update(system.status())
         time.sleep(POLL_S)

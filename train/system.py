@@ -36,9 +36,9 @@ from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
 from train.memory import PeakMemory
 from train.metrics import buffer_metrics, eval_group_metrics, lease_metrics
-from train.preflight import Inputs, task_sampler
+from train.preflight import Inputs
 from train.publisher import WeightPublisher
-from train.resume import CHECKPOINTS, ResumePoint
+from train.resume import CHECKPOINTS, ResumePoint, task_sampler
 from train.trajectory_store import StoreSettings, TrajectoryStore
 from train.trajectory_table import Origin
 
@@ -275,11 +275,8 @@ class System:
         if self._resume is None:
             return []
         state = self._resume.buffer
-        try:
-            if state["sampler"] is not None:
-                self._sampler.load_state_dict(state["sampler"])
-        except ValueError as error:
-            raise RunFailed(f"{self._resume.checkpoint}: {error}; the run cannot be resumed with them") from None
+        if state["sampler"] is not None:
+            self._sampler.load_state_dict(state["sampler"])
         version, _ = _get(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
         payloads = {ticket: ray.put(group) for ticket, group in self._resume.groups.items()}
         in_flight = _get(self._buffer.resume.remote(state, payloads, version), CALL_TIMEOUT_S, "replay buffer")

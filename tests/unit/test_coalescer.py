@@ -47,6 +47,18 @@ async def test_an_error_is_for_its_sender_only_unless_the_call_itself_failed():
     assert await send(2) == 4
 
 
+async def test_too_few_answers_are_everybodys_error_and_later_items_still_travel():
+    answers = [[1], [1, 2]]
+
+    async def receiver(items):
+        return answers.pop(0)
+
+    send = Coalescer(receiver)
+    failed = await asyncio.gather(send("a"), send("b"), return_exceptions=True)
+    assert [str(error) for error in failed] == ["1 answers came for 2 items"] * 2
+    assert await asyncio.gather(send("c"), send("d")) == [1, 2]
+
+
 async def test_what_its_sender_gave_up_is_not_sent():
     receiver = Receiver()
     send = Coalescer(receiver)

@@ -123,8 +123,20 @@ def test_an_earlier_run_is_kept_unless_told_otherwise(capsys, tmp_path):
     kept = tmp_path / "runs" / "refused" / "summary.json"
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
-    assert "holds an earlier run" in complaint(capsys, tmp_path, "--overwrite", "false")
+    for told in ("false", "true"):  # to resume a run that ended without a checkpoint is to begin in its place
+        given = ("--overwrite", "false", "--resume", told)
+        assert "holds an earlier run" in complaint(capsys, tmp_path, *given)
     assert kept.read_text() == "{}"
+
+
+def test_a_run_that_was_interrupted_before_its_first_checkpoint_begins_anew_when_resumed(tmp_path):
+    overrides = ["--output_dir", str(tmp_path), "--name", "early", "--overwrite", "false", "--resume", "true"]
+    config = load_config(DEMO, overrides)
+    config.run_dir.mkdir()
+    (config.run_dir / "metrics.jsonl").write_text("{}")
+    folder = RunFolder(config)
+    folder.close()
+    assert not folder.resumed and [entry.name for entry in config.run_dir.iterdir()] == ["run.lock"]
 
 
 def test_a_second_run_with_the_same_name(tmp_path):

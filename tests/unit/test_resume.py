@@ -2,15 +2,20 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actors.replay_buffer_core import GroupHeader, ReplayBufferCore, TicketError
+from actors.task import load_tasks
 from actors.trajectory import Graded, Group, Span, Ungraded
 from tests.trajectories import make_trajectory
-from train import buffer_state, checkpoint, resume
+from train import buffer_state, checkpoint, resume, run
+from train.config import load_config
 from train.evaluate import evaluate_groups, load_results, save_results
+from train.failures import OutOfTime, ResumeError, RunFailed
+from train.preflight import Inputs
 from train.trajectory_table import Origin
 
 SIZES = {"batch_size": 2, "max_staleness": 1, "max_running": 8, "max_bytes": 1 << 30}
@@ -69,30 +74,116 @@ def test_a_buffer_goes_on_in_another_process_with_the_same_groups_tickets_and_ta
         committed(again, started(again), 3)  # of the line that was lost
 
 
-def test_a_folder_is_taken_back_to_its_last_complete_checkpoint(tmp_path):
-    root = tmp_path / resume.CHECKPOINTS
-    assert not resume.can_resume(tmp_path)
-    for step in (2, 4):
-        folder = checkpoint.begin(root, step, 0)
-        (folder / checkpoint.POLICY).mkdir()
-        (folder / checkpoint.POLICY / "model.safetensors").write_text(f"weights of step {step}")
-        buffer_state.write(folder, ReplayBufferCore(**SIZES).state(), {}, Origin("train", step, step))
-        (folder / checkpoint.STEPS).write_text(json.dumps([{resume.STEP: float(s)} for s in range(step - 1, step + 1)]))
-        checkpoint.commit(root, step, {})
-    (root / "global_step_4" / checkpoint.POLICY / "model.safetensors").write_text("cut")
-    lines = [json.dumps({"step": step, resume.STEP: float(step), "x": step}) for step in (1, 3)]
-    lines = ['{"step": 0, "eval": 0.5}', *lines]
-    (tmp_path / resume.METRICS).write_text("\n".join([*lines, '{"step": 4, "x"']))
-    (tmp_path / "summary.json").write_text("{}")
-    (tmp_path / "leases.db").write_text("kept: it names what must be deleted")
+@pytest.fixture
+def config(tmp_path):
+    overrides = ["--output_dir", str(tmp_path), "--name", "resumed"]
+    config = load_config(Path("configs/demo.yaml"), overrides)
+    config.run_dir.mkdir()
+    return config
 
-    point = resume.prepare(tmp_path)
+
+TASKS = load_tasks("configs/tasks/tracker_train.json")[:3]
+FACTS = {"ranks": 1, "zero_stage": 2, "dtype": "float32"}  # of configs/demo.yaml
+
+
+def save(config, step, facts=FACTS):
+    """A checkpoint after ``step`` with one group in flight, whose task was drawn by the run's sampler."""
+    root = config.run_dir / resume.CHECKPOINTS
+    folder = checkpoint.begin(root, step, 0)
+    (folder / checkpoint.POLICY).mkdir()
+    (folder / checkpoint.POLICY / "model.safetensors").write_text(f"weights of step {step}")
+    core, sampler = ReplayBufferCore(**SIZES), resume.task_sampler(config, TASKS)
+    next(sampler)
+    started(core, sampler.state_dict())
+    buffer_state.write(folder, core.state(), {}, Origin("train", step, step))
+    steps = [{resume.STEP: float(s), "loss": float("nan")} for s in range(step - 1, step + 1)]
+    (folder / checkpoint.STEPS).write_text(json.dumps(steps))
+    return checkpoint.commit(root, step, facts)
+
+
+def test_a_folder_is_taken_back_to_its_last_complete_checkpoint(config):
+    folder = config.run_dir
+    assert not resume.can_resume(folder)
+    kept, cut = save(config, 2), save(config, 4)
+    (cut / checkpoint.POLICY / "model.safetensors").write_text("cut")
+    lines = [json.dumps({"step": step, resume.STEP: float(step), "x": step}) for step in (1, 3)]
+    lines = ['{"step": 0, "eval": 0.5}', *lines, '{"step": 2, "eval": 0.7}']
+    (folder / resume.METRICS).write_text("\n".join([*lines, '{"step": 4, "x"']))
+    (folder / "summary.json").write_text("{}")
+    (folder / "leases.db").write_text("kept: it names what must be deleted")
+
+    point = resume.prepare(config, TASKS)
     assert point.step == 2 and point.groups == {}
-    rows = [json.loads(line) for line in (tmp_path / resume.METRICS).read_text().splitlines()]
-    assert [(row["step"], row.get("x")) for row in rows] == [(0, None), (1, 1), (2, None)]
-    assert not (tmp_path / "summary.json").exists() and (tmp_path / "leases.db").exists()
-    checkpoint._remove(root / "global_step_2")
+    strict = {"parse_constant": lambda name: pytest.fail(f"{name} is no JSON")}
+    rows = [json.loads(line, **strict) for line in (folder / resume.METRICS).read_text().splitlines()]
+    assert [(row["step"], row.get("x"), row.get("eval")) for row in rows] == [
+        (0, None, 0.5),
+        (1, 1, None),
+        (2,) + 2 * (None,),
+    ]
+    assert not (folder / "summary.json").exists() and (folder / "leases.db").exists()
+    checkpoint._remove(kept)
     assert (point.policy / "model.safetensors").read_text() == "weights of step 2"
+
+
+@pytest.mark.parametrize(
+    "spoil, complaint",
+    [
+        (lambda config: save(config, 2, FACTS | {"ranks": 2}), "'ranks': 2.*'ranks': 1"),
+        (lambda config: save(config.model_copy(update={"seed": 7}), 2), "of other tasks, or another seed"),
+        (lambda config: save_without_buffer(config), "holds no buffer.json.*trainer.policy.model.path to .*policy"),
+    ],
+    ids=["other ranks", "another order of tasks", "written before buffers were saved"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_the_folder_left_alone(config, spoil, complaint):
+    spoil(config)
+    (config.run_dir / "summary.json").write_text("{}")
+    with pytest.raises(ResumeError, match=complaint):
+        resume.prepare(config, TASKS)
+    assert (config.run_dir / "summary.json").exists()
+
+
+def save_without_buffer(config):
+    root = config.run_dir / resume.CHECKPOINTS
+    checkpoint.begin(root, 2, 0)
+    checkpoint.commit(root, 2, FACTS)
+
+
+@pytest.mark.parametrize(
+    "ends, outcome, said",
+    [
+        ([RunFailed("learner: killed"), RunFailed("again"), 0], 0, 2),
+        ([RunFailed("learner: killed")] * 4, RunFailed, 3),
+        ([OutOfTime("run_timeout passed")], OutOfTime, 0),
+    ],
+    ids=["goes on", "gives up after max_restarts", "not when the time is over"],
+)
+def test_a_failed_run_goes_on_from_its_checkpoint(config, monkeypatch, capsys, ends, outcome, said):
+    save(config, 2)
+    points = []
+
+    def attempt(config, inputs, started, point):
+        points.append(point)
+        end = ends[len(points) - 1]
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(run, "_run", attempt)
+    inputs = Inputs(TASKS, [], None, None)
+    if outcome == 0:
+        assert run._run_and_restart(config, inputs, 0.0, None) == 0
+    else:
+        with pytest.raises(outcome):
+            run._run_and_restart(config, inputs, 0.0, None)
+    assert points[0] is None and all(point.step == 2 for point in points[1:]) and len(points) == len(ends)
+    assert capsys.readouterr().err.count("it goes on from its last checkpoint") == said
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_fails_at_once(config, monkeypatch):
+    monkeypatch.setattr(run, "_run", lambda *_: (_ for _ in ()).throw(RunFailed("no policy")))
+    with pytest.raises(RunFailed, match="no policy"):
+        run._run_and_restart(config, Inputs(TASKS, [], None, None), 0.0, None)
 
 
 def test_the_evaluation_before_training_outlives_the_process(tmp_path):
