@@ -15,6 +15,7 @@ from tests.e2e.runs import batches, start, steps
 from train.metrics import find_spec
 
 STALENESS = 2
+WITHOUT_EVALUATION = {"trainer.eval_before_train": "false", "trainer.eval_after_train": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +119,7 @@ def test_the_last_checkpoint_loads_in_transformers_and_holds_the_published_weigh
 @pytest.mark.timeout(900)
 def test_a_synchronous_run_that_is_killed_and_resumed_is_the_undisturbed_run(tmp_path):
     """Beside another run: whatever order and batches the load brings about must not matter."""
-    keys = {
-        "trainer.max_steps": 4,
-        "trainer.ckpt_interval": 1,
-        "buffer.max_staleness": 0,
-        "trainer.eval_before_train": "false",
-        "trainer.eval_after_train": "false",
-    }
+    keys = {"trainer.max_steps": 4, "trainer.ckpt_interval": 1, "buffer.max_staleness": 0} | WITHOUT_EVALUATION
     undisturbed, killed = (start("configs/demo.yaml", name, tmp_path, keys=keys) for name in ("undisturbed", "killed"))
     killed.read_until("training  step [2-9]")  # the first checkpoint is whole
     time.sleep(random.uniform(0, 1.5))
@@ -155,13 +150,11 @@ def test_faults_of_the_environment_and_a_killed_learner_do_not_end_a_run(tmp_pat
         "  - {route: tool, kind: hang, seconds: 60, tool: search_tickets, count: 3}\n"
         "  - {route: verify, kind: verifier_failure, probability: 0.5}\n"
     )
-    keys = {
+    keys = WITHOUT_EVALUATION | {
         "environment.local_faults": faults,
         "generator.deadlines.step": 3,
         "generator.deadlines.verify": 5,
         "trainer.max_steps": 10,
-        "trainer.eval_before_train": "false",
-        "trainer.eval_after_train": "false",
         "trainer.ckpt_interval": 1,
     }
     run = start("configs/demo.yaml", "faults", tmp_path, keys=keys)
