@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from actors.lineage import Lineage
 from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
@@ -80,7 +81,7 @@ class Source:
         return {
             "refs": [ray.put(group)],
             "headers": [_Header(sum(len(t.ids) for t in group.trajectories))],
-            "version": 0,
+            "lineage": Lineage(),
         }
 
     async def ack(self, step: int, version: int) -> None:

@@ -67,7 +67,7 @@ class Policy:
         Args:
             weight_store: actor handle of :class:`actors.weight_store.WeightStore`; ``None`` serves the model as it is.
         """
-        from serve.engine import Engine  # vLLM takes seconds to import; callers of the policy do without
+        from serve.engine import Engine, EngineDead  # vLLM takes seconds to import; callers of the policy do without
 
         began = time.monotonic()
         remove_abandoned()
@@ -83,9 +83,13 @@ class Policy:
         self._engine: Engine = await Engine.start(config, model_path, self._folder, at_model_path)
         engine_s = time.monotonic() - began
         try:
-            await self._catch_up(wait=True)
-        except BaseException:
+            async with asyncio.timeout(config.startup_timeout_s):
+                await self._catch_up(wait=True)
+        except BaseException as error:
             await self._engine.shutdown()
+            if isinstance(error, TimeoutError):
+                late = f"the snapshot of the newest version did not arrive within {config.startup_timeout_s:g} s"
+                raise EngineDead(late) from None
             raise
         logger.info("replica %s serves version %d, engine up in %.1f s", self._replica, self._engine.version, engine_s)
 
@@ -198,9 +202,6 @@ class Policy:
         report.seconds["fetch"] = fetched_s
         return report
 
-    async def version(self) -> int:
-        return self._engine.version
-
     async def stats(self) -> dict[str, Any]:
         """What this replica has done so far, and what it is doing."""
         engine = self._engine
@@ -309,13 +310,15 @@ class PolicyClient:
         """
         running = None if collective is None else in_thread(collective.run)
         results: list[Any] = []
+        given_up = False
         for answer in self._replicas.answers("receive_weights", update, timeout_s=timeout_s):
             results.append(answer)
-            if running is not None and not running.done() and self._lost(answer, update.members):
+            sent = running is None or (running.done() and running.exception() is None)  # then nobody waits for more
+            if not sent and not given_up and self._lost(answer, update.members):
+                given_up = True
                 collective.abort()
-                self._replicas.ask("abandon_update", update.version, "a replica failed", timeout_s=ROLL_CALL_TIMEOUT_S)
-                running = None
-        if running is not None:
+                self._abandon(update.version)
+        if running is not None and not given_up:
             results += _outcome(running, collective, timeout_s)
         meant = [result for result in results if isinstance(result, Exception) or result["member"]]
         _raise_failures(update.version, meant)
@@ -323,6 +326,11 @@ class PolicyClient:
         if missing:
             raise PolicyUpdateError(f"update to version {update.version}: no answer from {', '.join(sorted(missing))}")
         return meant
+
+    def _abandon(self, version: int) -> None:
+        """End the engines that wait for an update that will not come. One that does not answer is ended by Serve."""
+        for _ in self._replicas.answers("abandon_update", version, "a replica failed", timeout_s=ROLL_CALL_TIMEOUT_S):
+            pass
 
     def _lost(self, answer: Any, members: Sequence[str]) -> bool:
         """Whether an answer means that some member will not do its part of a collective."""

@@ -105,6 +105,8 @@ class _NcclGroup:
             listen_socket=opened,
         )
         self._nccl = PyNcclCommunicator(meeting, device=device)
+        if self._nccl.disabled:  # its broadcast would do nothing, and say nothing
+            raise RuntimeError("vLLM's NCCL communicator is disabled: no NCCL library, or VLLM_DISABLE_PYNCCL is set")
 
     def broadcast(self, data: torch.Tensor) -> None:
         # Of itself the communicator would choose, and set, a stream of vLLM's.

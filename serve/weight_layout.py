@@ -68,10 +68,6 @@ class WeightLayout:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {entry.name: entry.shape for entry in self.entries.values()}
 
-    @property
-    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        return [(entry.name, entry.dtype, entry.shape) for entry in self.entries.values()]
-
     def views(self, data: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors of the entries that lie wholly in ``data``, uint8 [bytes], whose first byte is ``first``.
 

@@ -156,8 +156,9 @@ class Rank:
         # Trained so far, checkpointed so far, and the last published version.
         self._step, self._saved_step, self._version = 0, 0, 0
         self._unsaved: list[Metrics] = []  # of the steps since the last checkpoint
-        self._folder = _model_folder(settings)
-        policy = _load_policy(self._folder, settings)
+        # Of tokenizer and template; never a checkpoint's, which is deleted when there are newer ones.
+        self._folder = _local_folder(settings.model_path)
+        policy = _load_policy(_weights_folder(settings), settings)
         if settings.gradient_checkpointing:
             policy.checkpoint_activations()
         self._lm = policy.lm
@@ -487,7 +488,7 @@ def _local_folder(path: str) -> Path:
     return Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
 
 
-def _model_folder(settings: LearnerSettings) -> Path:
+def _weights_folder(settings: LearnerSettings) -> Path:
     if settings.resume_from is not None:
         return Path(settings.resume_from) / checkpoint.POLICY
     return _local_folder(settings.model_path)

@@ -185,6 +185,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("sync/update_s", "s", "learner", "until the last replica confirmed", "small"),
     MetricSpec("sync/pause_s", "s", "learner", "how long the slowest replica sampled nothing", "small"),
     MetricSpec("sync/failed", "0 or 1", "learner", "whether a replica failed to take the weights", "0"),
+    MetricSpec("sync/no_group", "1", "learner", "no broadcast group came about; the snapshot was used", "absent"),
     MetricSpec("sync/version", "version", "learner", "the published policy version", "grows by 1"),
     MetricSpec("trajectories/stored", "batches", "learner", "kept so far, if trainer.dump_trajectories", "grows by 1"),
     MetricSpec("trajectories/lost", "batches", "learner", "could not be kept", "0"),

@@ -114,12 +114,16 @@ class WeightPublisher:
         if route == "nccl" and not sending.meet(members, version):
             sending.deliver(version, sums).result(self._timeout_s)
             self._update_from_store(version)
+            self.last["sync/no_group"] = 1.0
         else:
             update = sending.update(route, version, members, sums, handles)
             done = self._perform(lambda: self._policy.transfer(update, self._timeout_s, sending.collective(route)))
-            # Whatever became of the engines: those that join, and those that replace the failed, wait for it.
-            sending.deliver(version, sums)
             if not done:
+                sending.abort()  # nobody knows where in the broadcast the others are
+            # Whatever became of the engines: those that join, and those that replace the failed, wait for it.
+            delivery = sending.deliver(version, sums)
+            if not done:
+                delivery.result(self._timeout_s)
                 self._policy.wait_for(version, self._timeout_s)
         self.last |= {"sync/pack_s": packed - begun, "sync/update_s": time.monotonic() - packed}
         return version
@@ -187,7 +191,8 @@ class _Sending:
         self._image.fill(weights)
         sums = self._image.checksums(self._policy.check_weights)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # other processes and streams read it next
+            # Other processes and streams read it next. Not the whole device: a broadcast that failed may hang on it.
+            torch.cuda.current_stream(self._device).synchronize()
         return sums
 
     def handles(self) -> dict[str, bytes]:
@@ -212,16 +217,15 @@ class _Sending:
         invitation = Invitation(epoch, address, opened.getsockname()[1], offsets, size, JOIN_TIMEOUT_S)
         # In a thread also because the communicator chooses a stream of its own for the thread it is made in.
         joining = in_thread(join_group, invitation, LEARNER_RANK, self._device, opened)
-        group: WeightGroup | None = None
+        failures: list[str] = []
         try:
-            failures = self._policy.join_group(invitation)
+            failures += self._policy.join_group(invitation)
             group = joining.result(JOIN_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            failures = [str(error)]
+            failures.append(str(error) or f"the learner did not meet the others within {JOIN_TIMEOUT_S:g} s")
         if failures:
             logger.warning("broadcast group %d did not come about: %s", epoch, "; ".join(failures))
-            if group is not None:
-                group.abort()
+            joining.add_done_callback(_leave)  # also one that comes about later
             return False
         self._group, self._group_members = group, names
         return True
@@ -296,6 +300,11 @@ class _Sending:
         items: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(items, item)
         return items
+
+
+def _leave(joining: Future[WeightGroup]) -> None:
+    if joining.exception() is None:
+        joining.result().abort()
 
 
 def export_handle(data: torch.Tensor) -> bytes:

@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import ray
 import torch
@@ -19,6 +17,7 @@ from serve.sampling import Completion, Sampling
 from serve.shared_folder import SHARED_MEMORY
 from serve.snapshot_header import read_header
 from serve.weight_transfer import pack_weights
+from tests.e2e.policies import engines_of, until
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 
 APP = f"fleet-rl-test-{os.getpid()}"
@@ -72,25 +71,6 @@ def publish(store, weights):
 def error(turn, model, weights=None):
     reference = reference_logprobs(model, PROMPT, turn.token_ids, weights=weights)
     return max(abs(a - b) for a, b in zip(turn.logprobs, reference.tolist(), strict=True))
-
-
-def until(condition, timeout_s, what):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.2)
-
-
-def engines():
-    """Engine processes of this test's replicas, with the replica each belongs to."""
-    return [p for p in psutil.process_iter() if "EngineCore" in _name(p) and f"ServeReplica:{APP}" in _name(p.parent())]
-
-
-def _name(process):
-    try:
-        return " ".join([process.name(), *process.cmdline()]) if process else ""
-    except psutil.Error:
-        return ""
 
 
 def folders():
@@ -169,8 +149,8 @@ def test_an_announced_version_that_was_not_published_is_an_error_that_names_the_
 
 def test_a_replica_that_comes_back_holds_what_was_published(client, store, model):
     """One replica is killed, the other one fails an update: both are replaced, and serve the newest weights only."""
-    assert len(engines()) == len(folders()) == 2
-    victim = engines()[0]
+    assert len(engines_of(APP)) == len(folders()) == 2
+    victim = engines_of(APP)[0]
 
     async def kill_under_requests():
         calls = [
@@ -189,7 +169,7 @@ def test_a_replica_that_comes_back_holds_what_was_published(client, store, model
     until(lambda: len(folders()) == 1, 10, "the killed replica's files go")
 
     broken = {name: torch.full_like(w, torch.nan) for name, w in perturbed_weights(model, seed=2).items()}
-    (survivor,) = (p for p in engines() if p.pid != victim.pid)
+    (survivor,) = (p for p in engines_of(APP) if p.pid != victim.pid)
     with pytest.raises(PolicyUpdateError, match="update to version 2"):
         client.update(publish(store, broken), 60)
     survivor.wait(10)
@@ -224,7 +204,7 @@ def test_whoever_sees_a_new_version_first_the_others_find_it_loaded(client, stor
 def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
     """The weight store dies with its driver."""
     ray.kill(store)
-    until(lambda: not engines() and not folders(), 60, "engines and their files go")
+    until(lambda: not engines_of(APP) and not folders(), 60, "engines and their files go")
     client.shutdown()
 
 
@@ -235,4 +215,4 @@ def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_
     with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):
         client.wait_until_healthy(CONFIG.startup_timeout_s)
     client.shutdown()
-    assert not folders() and not engines()
+    assert not folders() and not engines_of(APP)

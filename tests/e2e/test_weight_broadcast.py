@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import ray
 from ray.exceptions import RayError
@@ -15,7 +14,9 @@ from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
 from serve.engine import EngineDead
 from serve.policy import PolicyUpdateError, deploy_policy
+from serve.ray_start import start_ray
 from serve.sampling import Sampling
+from tests.e2e.policies import engines_of, until
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 from train.publisher import WeightPublisher
 
@@ -55,7 +56,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    start_ray("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
     yield WeightStore.remote(str(tmp_path_factory.mktemp("run")))
     ray.shutdown()
 
@@ -89,17 +90,6 @@ def check_turns(policy, model, weights, version):
         assert turn.spans == [(version, 0, len(turn.token_ids))]
         reference = reference_logprobs(model, PROMPT, turn.token_ids, weights=weights)
         assert max(abs(a - b) for a, b in zip(turn.logprobs, reference.tolist(), strict=True)) < 1e-3
-
-
-def until(condition, timeout_s, what):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.2)
-
-
-def engines():
-    return [p for p in psutil.process_iter() if "EngineCore" in p.name() and f"ServeReplica:{APP}" in p.parent().name()]
 
 
 def versions(policy):
@@ -143,7 +133,7 @@ def test_a_member_that_dies_in_a_broadcast_takes_no_half_loaded_replica_along(po
     weights = perturbed_weights(model, seed=4)
     released = threading.Event()
     monkeypatch.setattr(publisher._sending, "run", lambda: released.wait(REPLACED_S))  # rank 0 sends nothing
-    victim, other = engines()
+    victim, other = engines_of(APP)
     with ThreadPoolExecutor(1) as thread:
         publishing = thread.submit(publisher, Weights(weights), 4)
         time.sleep(2.0)
@@ -169,7 +159,7 @@ def test_where_no_group_comes_about_the_snapshot_is_loaded(policy, publisher, mo
     weights = perturbed_weights(model, seed=6)
     monkeypatch.setattr("train.publisher.JOIN_TIMEOUT_S", 2.0)
     publisher._sending.abort()
-    hung = engines()[0]
+    hung = engines_of(APP)[0]
     hung.suspend()  # its replica answers the roll, but the engine joins nothing
     version = publisher(Weights(weights), 6)
     hung.wait(30)
