@@ -30,6 +30,8 @@ from benchmarks.chromium import Page, open_page
 TURNS = 24
 ATTEMPTS = 3
 POLL_S = 0.02
+TIMEOUT_S = 3600.0  # of the command
+END_TIMEOUT_S = 10.0
 # Environment: share of the tasks, success before and after.
 ENVS = {
     "github": (0.3, 0.467, 0.70),
@@ -118,20 +120,43 @@ def analyse(run: Path, out: Path) -> dict[str, float]:
     """What the command takes, in its own process.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or did not end in ``TIMEOUT_S``.
     """
     command = [sys.executable, "-m", "deploy.cli", "analyze", str(run), "--out", str(out)]
     begun = time.monotonic()
-    process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    peak = 0
-    while process.poll() is None:
-        peak = max(peak, _resident(process))
-        time.sleep(POLL_S)
-    wall, used = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if process.returncode != 0:
-        raise RuntimeError(f"it ended with {process.returncode}: {process.stderr.read().decode()[-500:]}")
+    with tempfile.TemporaryFile() as errors:
+        process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            peak = _peak(process, begun + TIMEOUT_S)
+        finally:
+            _end(process)
+        wall, used = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if process.returncode != 0:
+            errors.seek(0)
+            raise RuntimeError(f"it ended with {process.returncode}: {errors.read().decode()[-500:]}")
     cpu = used.ru_utime + used.ru_stime
     return {"wall_s": round(wall, 1), "peak_gb": round(peak / 1e9, 2), "cpu_s": round(cpu, 1)}
+
+
+def _peak(process: psutil.Popen, deadline: float) -> int:
+    peak = 0
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it did not end in {TIMEOUT_S:.0f} s")
+        peak = max(peak, _resident(process))
+        time.sleep(POLL_S)
+    return peak
+
+
+def _end(process: psutil.Popen) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except psutil.TimeoutExpired:
+        process.kill()
+        process.wait(END_TIMEOUT_S)
 
 
 def _resident(process: psutil.Process) -> int:

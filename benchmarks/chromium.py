@@ -18,6 +18,8 @@ import aiohttp
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 10.0
+POLL_S = 0.02
 
 
 class NoBrowser(Exception):
@@ -86,11 +88,12 @@ async def open_page(executable: str | None = None) -> AsyncIterator[Page]:
         raise NoBrowser(f"none of {', '.join(NAMES)} is installed")
     with tempfile.TemporaryDirectory(prefix="fleet-rl-chromium-", ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "about:blank"]
-        process = await asyncio.create_subprocess_exec(
-            found, f"--user-data-dir={profile}", *options, stderr=asyncio.subprocess.PIPE
-        )
+        log = Path(profile) / "log"
+        # Into a file, as nobody reads a pipe once the page is open.
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(found, f"--user-data-dir={profile}", *options, stderr=file)
         try:
-            address = await _address(process)
+            address = await _address(process, log)
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://{address}/json") as answer:
                     target = next(tab for tab in await answer.json() if tab["type"] == "page")
@@ -100,18 +103,24 @@ async def open_page(executable: str | None = None) -> AsyncIterator[Page]:
                         await page.call(f"{domain}.enable")
                     yield page
         finally:
-            process.terminate()
-            await process.wait()
+            await _end(process)
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
-    lines: list[str] = []
+async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
+    deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    while process.returncode is None and asyncio.get_running_loop().time() < deadline:
+        if match := re.search(r"DevTools listening on ws://([^/]+)/", log.read_text(errors="replace")):
+            return match[1]
+        await asyncio.sleep(POLL_S)
+    raise NoBrowser(f"Chromium did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while line := (await process.stderr.readline()).decode(errors="replace"):
-                if match := re.search(r"DevTools listening on ws://([^/]+)/", line):
-                    return match[1]
-                lines.append(line.strip())
+        await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
     except TimeoutError:
-        pass
-    raise NoBrowser(f"Chromium did not start: {' '.join(lines)[-500:]}")
+        process.kill()
+        await asyncio.wait_for(process.wait(), END_TIMEOUT_S)

@@ -65,28 +65,25 @@ class Rollouts:
     """Conductor and workers. Groups are of one mould, since making them is not what is measured."""
 
     async def run(self, buffer: Any, nbytes: int) -> None:
-        """Until it is killed."""
+        """Until it is killed, or a group fails."""
         group = group_of(nbytes)
         header = GroupHeader.of(group, overlong_filtering=False)
         nothing = ray.put(None) if nbytes == 0 else None
         commit, note = Coalescer(buffer.commit.remote), Coalescer(lambda ids: _noted(buffer, ids))
 
         async def roll_out(ticket: int, version: int, ids: list[str]) -> None:
-            noted = asyncio.ensure_future(note(ticket))
             outcomes = dict(zip(ids, header.outcomes.values(), strict=True))
             own = GroupHeader(**vars(header) | {"outcomes": outcomes, "oldest_version": version})
-            await commit((ticket, own, ray.put(group) if nothing is None else nothing))
-            await noted
+            committed = commit((ticket, own, ray.put(group) if nothing is None else nothing))
+            await asyncio.gather(note(ticket), committed)
 
-        groups: set[asyncio.Task] = set()
-        while True:
-            tickets = await buffer.issue.remote(TIMEOUT_S, AT_ONCE)
-            started = [(ticket, "task", [f"{ticket}/task/{i}" for i in range(GROUP_SIZE)]) for ticket, _ in tickets]
-            await buffer.start.remote(started)
-            for (ticket, version), (_, _, ids) in zip(tickets, started, strict=True):
-                task = asyncio.create_task(roll_out(ticket, version, ids))
-                groups.add(task)
-                task.add_done_callback(groups.discard)
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                tickets = await buffer.issue.remote(TIMEOUT_S, AT_ONCE)
+                started = [(ticket, "task", [f"{ticket}/task/{i}" for i in range(GROUP_SIZE)]) for ticket, _ in tickets]
+                await buffer.start.remote(started)
+                for (ticket, version), (_, _, ids) in zip(tickets, started, strict=True):
+                    groups.create_task(roll_out(ticket, version, ids))
 
 
 async def _noted(buffer: Any, ticket_ids: list[int]) -> list[None]:
@@ -105,13 +102,13 @@ def measure(seconds: float, nbytes: int) -> dict[str, float]:
     buffer = ReplayBuffer.options(max_concurrency=1000).remote(settings)
     rollouts = Rollouts.remote()
     running = rollouts.run.remote(buffer, nbytes)
-    process = psutil.Process(ray.get(buffer.__ray_call__.remote(lambda self: os.getpid())))
+    process = psutil.Process(ray.get(buffer.__ray_call__.remote(lambda self: os.getpid()), timeout=TIMEOUT_S))
     groups = read = step = 0
     rss = store = 0.0
     begun = time.monotonic()
     while (elapsed := time.monotonic() - begun) < seconds:
         step += 1
-        batch = ray.get(buffer.get_batch.remote(step, TIMEOUT_S), timeout=2 * TIMEOUT_S)
+        batch = _batch(buffer, step, running)
         fetched = ray.get(batch["refs"], timeout=TIMEOUT_S)
         read += sum(int(t.mask.sum(dtype=np.int64)) * 9 for group in fetched if group for t in group.trajectories)
         groups += len(fetched)
@@ -123,12 +120,25 @@ def measure(seconds: float, nbytes: int) -> dict[str, float]:
     ledger = ray.get(buffer.snapshot.remote(), timeout=TIMEOUT_S)["ledger"]
     if not ledger["balanced"]:
         raise RuntimeError(f"the ledger does not balance: {ledger}")
-    failed, _ = ray.wait([running], timeout=0)
-    ray.get(failed)
+    _raise_if_ended(running, ray.wait([running], timeout=0)[0])
     ray.kill(rollouts)
     ray.kill(buffer)
     rates = {"groups_per_s": groups / elapsed, "payload_gb_s": read / elapsed / 1e9}
     return rates | {"buffer_growth_mb": growth / 1e6, "store_peak_gb": store}
+
+
+def _batch(buffer: Any, step: int, running: Any) -> dict[str, Any]:
+    """The next batch, unless the rollouts that should fill it have failed."""
+    batch = buffer.get_batch.remote(step, TIMEOUT_S)
+    ready, _ = ray.wait([running, batch], num_returns=1, timeout=2 * TIMEOUT_S)
+    _raise_if_ended(running, ready)
+    return ray.get(batch, timeout=TIMEOUT_S)
+
+
+def _raise_if_ended(running: Any, ready: list[Any]) -> None:
+    """Raise what the rollouts failed of: they end by no other way."""
+    if running in ready:
+        ray.get(running, timeout=TIMEOUT_S)
 
 
 def _store_used() -> float:

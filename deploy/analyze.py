@@ -1,16 +1,19 @@
 """``fleet-rl analyze``: what a run did to each environment, which signal it had, and what goes wrong in its episodes.
 
-Exit codes: 0 done, 2 wrong input (one line on standard error; nothing is written then).
+Exit codes: 0 done, 2 wrong input (one line on standard error; nothing is written then), 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 FILES = ("report.html", "analysis.json", "experiments.md")
 
@@ -18,14 +21,30 @@ FILES = ("report.html", "analysis.json", "experiments.md")
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     from train.analysis.dumps import DumpError
+    from train.metrics_file import MetricsError
     from train.s3 import StorageError
 
     try:
-        _analyze(options)
-    except (DumpError, StorageError, OSError) as error:
+        with _orderly_exit():
+            _analyze(options)
+    except (DumpError, MetricsError, StorageError, OSError) as error:
         print(f"fleet-rl: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _orderly_exit() -> Iterator[None]:
+    """SIGTERM ends the process through its context managers, which take a copy of the run and the workers with them."""
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -27,10 +27,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
-
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of ``k`` attempts succeeds.
@@ -125,13 +121,6 @@ def difference_interval(before: float, of_before: Interval, after: float, of_aft
     down = np.hypot(after - of_after.low, of_before.high - before)
     up = np.hypot(of_after.high - after, before - of_before.low)
     return Interval(max(-1.0, float(change - down)), min(1.0, float(change + up)))
-
-
-def bootstrap_interval(
-    values: ArrayLike, confidence: float = CONFIDENCE, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
-    """Percentile bootstrap interval of a mean; ``values`` are independent."""
-    return cluster_bootstrap_interval(values, range(len(np.asarray(values))), confidence, resamples, seed)
 
 
 def cluster_bootstrap_interval(

@@ -25,6 +25,7 @@ from typing import Any
 from train.config import RunConfig
 from train.evaluate import EvalResult
 from train.metrics import Metrics, eval_metrics, find_spec
+from train.metrics_file import read_metrics
 from train.resume import METRICS, STEP
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,7 @@ class Tracker:
 def _recorded(path: Path) -> list[dict[str, float]]:
     if not path.is_file():
         return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{k: math.nan if v is None else v for k, v in row.items() if k != "time"} for row in rows]
+    return [{name: value for name, value in row.items() if name != "time"} for row in read_metrics(path)]
 
 
 class Sink:

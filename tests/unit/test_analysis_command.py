@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.cli import main
 from tests.s3_server import ENVIRONMENT, serving_s3
 from tests.skyrl_dumps import solved, write_dump
+from train.analysis.scan import IN_ONE_PROCESS_BYTES
 
 FILES = {"report.html", "analysis.json", "experiments.md"}
 
@@ -71,12 +76,38 @@ def test_what_cannot_be_read_costs_one_line_and_leaves_nothing(run, tmp_path, ca
     path = run / "evals/global_step_30/github.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
     assert "global_step_30/github.jsonl, line 20: the file ends" in complaint(capsys, str(run), "--out", str(out))
+    path.unlink()
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert "metrics.jsonl, line 1: no line of metrics" in complaint(capsys, str(run), "--out", str(out))
     assert not out.exists()
 
 
 def test_a_result_that_cannot_be_written_is_one_line(run, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     assert "file" in complaint(capsys, str(run), "--out", str(tmp_path / "file"))
+
+
+def test_sigterm_leaves_no_copy_and_no_process(run, tmp_path):
+    long = solved("t") | {"env_extras": {"task_key": "t", "ballast": "x" * 2**20}}
+    write_dump(run, 40, [long] * (IN_ONE_PROCESS_BYTES // 2**20))
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "deploy.cli", "analyze", str(run), "--out", str(out)]
+    process = psutil.Popen(command, env=os.environ | {"TMPDIR": str(scratch)})
+    try:
+        deadline = time.monotonic() + 60
+        all_of_them = 1 + min(3, len(os.sched_getaffinity(0)))  # what tracks them, and a worker for each part
+        while len(process.children()) < all_of_them and time.monotonic() < deadline:
+            time.sleep(0.02)
+        children = process.children()
+        assert [path.name[:17] for path in scratch.iterdir()] == ["fleet-rl-analyze-"]
+        process.terminate()
+        assert process.wait(30) == 143
+    finally:
+        if process.poll() is None:
+            process.kill()
+    _, left = psutil.wait_procs(children, timeout=10)
+    assert left == [] and list(scratch.iterdir()) == [] and not out.exists()
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.skyrl_dumps import call, episode, result, solved, write_dump
 from tests.trajectories import make_groups
-from train.analysis.dumps import DumpError, find_run, parts_of, read_aggregated, read_episode, read_metrics, read_part
-from train.analysis.episode import thinking_of, turns_of_text
+from train.analysis.dumps import DumpError, find_run, parts_of, read_aggregated, read_episode, read_part
+from train.analysis.episode import error_text, thinking_of, turns_of_text
+from train.metrics_file import MetricsError, read_metrics
 from train.trajectory_store import StoreSettings, TrajectoryStore
 from train.trajectory_table import Origin
 
@@ -88,6 +89,16 @@ def test_thinking_that_the_template_opened_is_thinking():
     assert thinking_of("none") == ""
     (turn,) = turns_of_text("<|im_start|>assistant\n<think>\n", "cut off in the middle")
     assert turn.thinking.strip() == "cut off in the middle"
+
+
+def test_a_result_that_is_nested_too_deeply_is_no_error_and_the_episode_is_read(tmp_path):
+    deep = '{"error": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    write_dump(tmp_path, 0, [episode([(call("x"), deep), ("<done>", None)])])
+    (found,) = read_all(tmp_path)
+    assert (found.turns[0].observation, found.turns[0].error) == (deep, None)
+    # However deep: at some depth a text may be read and not be written again.
+    for depth in range(1000):
+        error_text('{"error": ' + "[" * depth + "1" + "]" * depth + "}")
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8")), st.text(alphabet=st.characters(codec="utf-8")))
@@ -179,6 +190,20 @@ def test_what_is_no_episode_is_left_alone(tmp_path):
     assert [file.name for file in run.episodes] == ["evals/global_step_0/github.jsonl"]
     assert run.metrics == tmp_path / "metrics.jsonl"
     assert set(run.aggregated) == {(0, "sampled")}
+
+
+def test_a_label_may_be_any_word_with_dots_and_dashes(tmp_path):
+    write_dump(tmp_path, 5, [solved("a")], label="best-of-4")
+    store(tmp_path, False, [Origin("eval", 6, 5, "t-0.7")])
+    assert [(e.step, e.label) for e in read_all(tmp_path)] == [(5, "best-of-4")] + [(6, "t-0.7")] * 12
+
+
+@pytest.mark.parametrize("folder", ["eval_only", "evals/global_step_3", "evals/global_step_3/greedy"])
+def test_metrics_beside_evaluations_are_no_environment(tmp_path, folder):
+    write_dump(tmp_path, 0, [solved("a")])
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert [file.env for file in find_run(str(tmp_path), tmp_path).episodes] == ["github"]
 
 
 def test_the_folder_of_one_step_is_a_run_too(tmp_path):
@@ -293,16 +318,15 @@ def test_where_there_is_no_run_the_error_says_what_to_give(tmp_path):
 
 def test_metrics_of_a_run_that_goes_on_are_read_up_to_their_last_whole_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a": nul', encoding="utf-8")
+    path.write_text('{"step": 1, "a": 2, "b": null}\n{"step": 2, "a": nul', encoding="utf-8")
     assert read_metrics(path) == [{"step": 1, "a": 2}]
-    assert read_metrics(None) == []
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"step": 1.5}', '{"step": "1"}'])
 def test_a_broken_line_of_metrics_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(DumpError, match=r"^metrics\.jsonl, line 2: "):
+    with pytest.raises(MetricsError, match=r"^metrics\.jsonl, line 2: "):
         read_metrics(path)
 
 

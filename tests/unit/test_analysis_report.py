@@ -175,6 +175,26 @@ def test_tokens_come_with_mask_versions_and_logprobs(tmp_path):
     assert checked == len(originals) == 6
 
 
+@pytest.mark.parametrize("chunks", [0, 1, 15, 16, 17, 31, 33, 100, 400])
+def test_however_large_the_page_the_chunks_that_hold_tokens_have_room_for_all_of_theirs(chunks):
+    budgets = report._token_budgets(chunks)
+    assert len(budgets) == chunks
+    assert sum(budgets) <= report.MAX_TOKENS
+    assert {b for b in budgets if b < report.CHUNK_CHARS / report.CHARS_PER_TOKEN} <= {0}
+    if chunks:
+        places = [number for number, budget in enumerate(budgets) if budget]
+        assert max(b - a for a, b in zip(places, [*places[1:], chunks], strict=True)) <= -(-chunks // 16)
+
+
+def test_a_page_of_many_chunks_still_shows_tokens(tmp_path, monkeypatch):
+    store = TrajectoryStore(StoreSettings(str(tmp_path / "trajectories"), jsonl=False))
+    store.put(make_groups(20), Origin("train", 1, 3))
+    store.close()
+    monkeypatch.setattr(report, "CHUNK_CHARS", 60 * report.CHARS_PER_TOKEN)  # 60 tokens each: a chunk for each episode
+    monkeypatch.setattr(report, "MAX_TOKENS", 2 * 60)
+    assert ["k" in one for one in page_of(tmp_path).episodes()] == ([True] + [False] * 19) * 2
+
+
 @pytest.mark.parametrize("mask", [[], [0], [1], [0, 0, 1, 1, 0], [1, 0, 1], [0, 1, 1]])
 def test_a_mask_survives_its_run_lengths(mask):
     runs = report._tokens({"ids": mask, "mask": mask, "logprobs": [], "spans": [], "starts": [0]})["mask"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import polars as pl
+import psutil
 import pytest
 
 from tests.skyrl_dumps import call, episode, result, solved, write_dump
@@ -118,6 +122,30 @@ def test_several_processes_find_what_one_finds(tmp_path, monkeypatch):
     table, examples = scan(files)
     assert table.equals(alone[0])
     assert examples == alone[1]
+
+
+def test_a_worker_that_was_killed_is_one_error():
+    with pytest.raises(DumpError, match="was killed, most likely for want of memory"):
+        with scan_module.workers(scan_module.IN_ONE_PROCESS_BYTES + 1) as map_parts:
+            list(map_parts(os._exit, [9]))
+
+
+def test_workers_whose_parent_was_killed_end():
+    program = (
+        "import time; from train.analysis.scan import workers\n"
+        "with workers(2**40) as map_parts: list(map_parts(time.sleep, [0.2] * 8)); print(flush=True); input()"
+    )
+    parent = psutil.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        parent.stdout.readline()
+        children = parent.children(recursive=True)
+    finally:
+        parent.kill()
+        parent.wait(30)
+    _, left = psutil.wait_procs(children, timeout=10)
+    for process in left:
+        process.kill()
+    assert len(children) >= 2 and left == []
 
 
 # -- before and after

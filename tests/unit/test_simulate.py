@@ -247,6 +247,41 @@ def test_a_run_in_which_nothing_can_happen_says_so_and_does_not_hang():
         simulation.run()
 
 
+class Watched(Simulation):
+    """After each event, a learner that could begin a batch has begun it."""
+
+    def _happen(self, end):
+        went_on = super()._happen(end)
+        assert self._batch is not None or not self._learner_up or self.core.take() is None, f"at {self.now:.0f} s"
+        return went_on
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"episode.hang": 0.05, "episode.group_timeout_s": 60},
+        {"generator.num_workers": 4, "faults.worker_mtbf_h": 0.1},
+    ],
+    ids=["late groups", "dead workers"],
+)
+def test_a_group_that_is_abandoned_leaves_its_place_in_the_window_at_once(changes):
+    window = {"buffer.window": 4, "buffer.max_staleness": 2, "episode.tools_s": "{p50: 5, p99: 50}", "steps": 100}
+    simulation = Watched(configured(**window, **changes)).run()
+    assert simulation.core.dropped["failed"] > 5
+
+
+def test_a_group_beyond_its_deadline_is_abandoned_also_where_nothing_hangs():
+    changes = {"episode.tools_s": "{p50: 5, p99: 50}", "episode.group_timeout_s": 40, "steps": 100}
+    simulation = simulated(**changes)
+    assert simulation.core.dropped["failed"] > 5 and simulation.core.ledger.balanced
+
+
+def test_a_run_whose_groups_are_all_late_says_so_and_does_not_go_on_for_a_year(capsys):
+    assert main(["--throughput", "{1: 0.05}"]) == 1
+    expected = "fleet-rl: 1,281 groups in a row took longer than episode.group_timeout_s, 2400 s\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_all_replicas_may_be_dead_for_a_while():
     changes = {"faults.replica_mtbf_h": 0.01, "faults.replica_restart_s": 300, "steps": 60}
     simulation = simulated(**changes)
@@ -269,6 +304,7 @@ def write_run(folder, truth, *, slowed=1.0, shared_host=False, parquet=False):
     for number, step in enumerate(simulation.steps, start=1):
         lines.append(
             {
+                "step": number,
                 "time": step.ended,
                 "timing/step": step.step_s,
                 "timing/wait_for_batch": step.wait_s,
@@ -342,6 +378,27 @@ def test_a_fit_finds_the_sizes_and_predicts_the_run_and_its_synchronous_order(tm
     real = predict(simulated(**TRUTH | synchronous))
     predicted = predict(Simulation(load_simulation(None, found.config, synchronous), found.measured).run())
     assert predicted.step_s == pytest.approx(real.step_s, rel=0.1)
+
+
+def test_a_fit_reads_a_run_that_goes_on_and_takes_null_for_missing(tmp_path):
+    write_run(tmp_path / "run", configured(**TRUTH))
+    path, expected = tmp_path / "run/metrics.jsonl", fit(tmp_path / "run").config
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    evaluations = [{"step": row["step"], "timing/step": None, "staleness/max": None} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for pair in zip(rows, evaluations, strict=True) for row in pair))
+    with path.open("a") as file:
+        file.write('{"step": 66, "timing/st')
+    (tmp_path / "run/trajectories/step_000066.jsonl").touch()  # a step whose trajectories are still on their way
+    assert fit(tmp_path / "run").config == expected
+
+
+def test_a_run_that_had_nothing_in_flight_when_it_was_asked_is_fitted_with_one_group(tmp_path):
+    write_run(tmp_path / "run", configured(**TRUTH))
+    path = tmp_path / "run/metrics.jsonl"
+    rows = [json.loads(line) | {"buffer/running": 0} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_simulation(None, fit(tmp_path / "run").config, {})
+    assert found.generator.max_inflight_episodes == found.generator.n_samples_per_prompt == 2
 
 
 def test_on_one_host_the_load_is_divided_out_of_what_was_measured(tmp_path):
@@ -433,9 +490,15 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("metrics.jsonl", "no json\n", "is not a run's metrics"),
-        ("metrics.jsonl", '{"timing/step": 1}\n' * 3, "holds 3 training steps; a fit needs at least 10"),
-        ("metrics.jsonl", '{"timing/step": 1, "time": 1}\n' * 20, "a step has no timing/publish"),
+        ("metrics.jsonl", "no json\n", "run/metrics.jsonl, line 1: no line of metrics"),
+        ("metrics.jsonl", '{"step": 1, "timing/step": 1}\n' * 3, "holds 3 training steps; a fit needs at least 10"),
+        ("metrics.jsonl", '{"step": 1, "timing/step": 1, "time": 1}\n' * 20, "a step has no timing/publish"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "timing/step": 1, "time": null, "timing/publish": 0, "timing/wait_for_batch": "1"}\n' * 20,
+            "a step has no time\n",
+        ),
+        ("trajectories/step_000009.jsonl", "", "the files of steps beyond 5 are empty"),
         ("trajectories/step_000009.jsonl", "[]\n", "step_000009.jsonl cannot be read"),
         ("trajectories/step_000009.jsonl", '{"group_id": 1}\n' * 2, "step_000009.jsonl: a trajectory has no 'phase_s'"),
         ("trajectories/step_000009.parquet", "PAR1", "step_000009.parquet cannot be read"),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from train.statistics import (
     Interval,
-    bootstrap_interval,
     change_interval,
     cluster_bootstrap_interval,
     difference_interval,
@@ -122,7 +121,8 @@ def test_the_bootstrap_covers_the_mean_and_clusters_widen_it():
         values = np.repeat(level, 4) + random.normal(0, 0.5, 160)
         by_task = cluster_bootstrap_interval(values, np.repeat(np.arange(40), 4), resamples=400)
         covered += holds(by_task, 10)
-        wider += by_task.half_width > 1.5 * bootstrap_interval(values, resamples=400).half_width
+        by_attempt = cluster_bootstrap_interval(values, range(160), resamples=400)
+        wider += by_task.high - by_task.low > 1.5 * (by_attempt.high - by_attempt.low)
     assert covered / runs > 0.89
     assert wider == runs
 

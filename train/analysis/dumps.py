@@ -24,9 +24,9 @@ AGGREGATED = "aggregated_results.jsonl"
 METRICS = "metrics.jsonl"
 RUNS = Path("runs")  # where a run that is named without a folder is looked for
 
-_EVAL = re.compile(r"(?:.*/)?(?:global_step_(\d+)|eval_only)(?:_evals)?/(?:(\w+)/)?([^/]+)\.jsonl")
+_EVAL = re.compile(r"(?:.*/)?(?:global_step_(\d+)|eval_only)(?:_evals)?/(?:(\w[\w.-]*)/)?([^/]+)\.jsonl")
 _STORED = re.compile(
-    r"(?:.*/)?trajectories/(?:step_(?P<train>\d+)|eval_(?P<eval>\d+)(?:_(?P<label>\w+))?)\.(?:jsonl|parquet)"
+    r"(?:.*/)?trajectories/(?:step_(?P<train>\d+)|eval_(?P<eval>\d+)(?:_(?P<label>\w[\w.-]*))?)\.(?:jsonl|parquet)"
 )
 _LAYOUT = "evals/global_step_N/ENV.jsonl or trajectories/step_N.parquet"
 
@@ -149,7 +149,7 @@ def _episode_files(found: dict[str, Path], prefix: str) -> list[DumpFile]:
             # Parquet and JSON lines of one name hold the same; of the first the columns that are needed can be read.
             if key not in stored or path.suffix == ".parquet":
                 stored[key] = DumpFile(path, shown, step, label, stored=True)
-        elif path.name != AGGREGATED and (match := _EVAL.fullmatch(name)):
+        elif path.name not in (AGGREGATED, METRICS) and (match := _EVAL.fullmatch(name)):
             dumped.append(DumpFile(path, shown, *_step_and_label(match), stored=False))
     # The store holds an evaluation in full; its dump is then the same episodes again.
     known = {(file.step, file.label) for file in stored.values()}
@@ -387,30 +387,7 @@ def _stored_episode(file: DumpFile, row: dict[str, Any], source: tuple[int, int]
     )
 
 
-# -- metrics
-
-
-def read_metrics(path: Path | None) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``. A last line without its end belongs to a run that goes on, and is left out."""
-    if path is None:
-        return []
-    rows: list[dict[str, Any]] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                break
-            rows.append(_metrics_row(path, number, line))
-    return rows
-
-
-def _metrics_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DumpError(f"{path.name}, line {number}: no line of metrics: {_one_line(error)}") from None
-    if not isinstance(row.get("step"), int):
-        raise DumpError(f"{path.name}, line {number}: no line of metrics: it has no whole number 'step'")
-    return row
+# -- results beside an evaluation
 
 
 def read_aggregated(path: Path) -> dict[str, float]:

@@ -119,12 +119,10 @@ def error_text(observation: str | None) -> str | None:
 def _error_field(text: str) -> str | None:
     try:
         value = json.loads(text)
-    except ValueError:
+        error = value.get("error") or (value.get("isError") and text)
+        return error if isinstance(error, str) else json.dumps(error, ensure_ascii=False) if error else None
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None
-    error = value.get("error") or (value.get("isError") and text)
-    if not error:
-        return None
-    return error if isinstance(error, str) else json.dumps(error, ensure_ascii=False)
 
 
 def turns_of_text(prompt: str, response: str) -> list[Turn]:

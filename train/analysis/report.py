@@ -33,6 +33,7 @@ MAX_MESSAGE_CHARS = 20_000
 MAX_PAGE_CHARS = 400_000_000  # of text; on the page they take about a seventh
 MAX_POINTS = 400  # of a curve: more than that many pixels tell apart
 MAX_TOKENS = 4_000_000  # whose masks, versions and logprobs are on the page
+CHARS_PER_TOKEN = 4  # about
 _MARKS = {"IMPROVED": "▲", "REGRESSED": "▼", "FLAT": "▬", "SATURATED": "●", "FAILING": "✕", "TOO FEW": "?"}
 _HERE = Path(__file__).parent
 
@@ -113,12 +114,11 @@ class _Chunk:
 def _write_chunks(page: TextIO, run: RunFiles, selected: pl.DataFrame) -> tuple[list[tuple[int, int]], bool]:
     """Write the episodes. Returns chunk and place of each, and whether the page has a vocabulary."""
     batches = _batches(selected)
-    # Each chunk gets its part of the tokens, so that chunks can be packed side by side.
-    pack = partial(_pack, run.episodes, max_tokens=MAX_TOKENS // max(1, len(batches)))
+    pack = partial(_pack, run.episodes)
     places: list[tuple[int, int]] = []
     ids: set[int] = set()
     with workers(run.nbytes) as map_batches:
-        for number, chunk in enumerate(map_batches(pack, batches, range(len(batches)))):
+        for number, chunk in enumerate(map_batches(pack, batches, range(len(batches)), _token_budgets(len(batches)))):
             page.write(_script(f"chunk-{number}", chunk.episodes))
             if chunk.tokens is not None:
                 page.write(_script(f"tokens-{number}", chunk.tokens))
@@ -141,6 +141,14 @@ def _batches(selected: pl.DataFrame) -> list[list[tuple[int, int]]]:
         batches[-1].append((file, position))
         chars += size
     return batches
+
+
+def _token_budgets(chunks: int) -> list[int]:
+    """Tokens that each chunk may hold, known beforehand, so that chunks can be packed side by side. Every n-th chunk
+    has room for all of its tokens: shared among many chunks, the room of each would be too small for an episode."""
+    every = max(1, -(-chunks * CHUNK_CHARS // (CHARS_PER_TOKEN * MAX_TOKENS)))
+    chosen = range(0, chunks, every)
+    return [MAX_TOKENS // len(chosen) if number in chosen else 0 for number in range(chunks)]
 
 
 def _script(name: str, text: str) -> str:

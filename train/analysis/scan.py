@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Any
 
 import polars as pl
 
-from train.analysis.dumps import DumpFile, Part, parts_of, read_part
+from train.analysis.dumps import DumpError, DumpFile, Part, parts_of, read_part
 from train.analysis.episode import Episode
 from train.analysis.error_patterns import PATTERNS, Finding, failed_calls, policy_chars, thinking_chars
 
@@ -64,7 +66,7 @@ def scan(files: tuple[DumpFile, ...]) -> tuple[pl.DataFrame, list[Example]]:
     """The table of all episodes, and up to ``EXAMPLES`` examples for each pattern, environment and step.
 
     Raises:
-        DumpError: a file holds something that is no episode.
+        DumpError: a file holds something that is no episode, or there is not the memory to read it.
     """
     parts = parts_of(files)
     tables: list[pl.DataFrame] = [pl.DataFrame(schema=SCHEMA)]
@@ -81,17 +83,28 @@ def workers(nbytes: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """A ``map`` that keeps the order: in this process for little work, else over all cores.
 
     Processes are spawned: Polars has threads, which a fork would leave with locks that nobody opens.
+
+    Raises:
+        DumpError: one of the processes was killed.
     """
     if nbytes <= IN_ONE_PROCESS_BYTES:
         yield map
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_cores(), mp_context=context) as pool:
+    with ProcessPoolExecutor(_cores(), mp_context=context, initializer=_end_with_parent) as pool:
         try:
             yield pool.map
+        except BrokenProcessPool:
+            raise DumpError("a process that read the run was killed, most likely for want of memory") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever: its siblings hold the pipe open."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _cores() -> int:

@@ -9,11 +9,12 @@ from typing import Any
 
 import polars as pl
 
-from train.analysis.dumps import DumpError, RunFiles, read_aggregated, read_metrics
+from train.analysis.dumps import DumpError, RunFiles, read_aggregated
 from train.analysis.error_patterns import PATTERNS
 from train.analysis.scan import EXAMPLES, Example
 from train.analysis.status import MIN_CHANGE, Outcomes, Success, Verdict, judge, success_of
 from train.metrics import env_name
+from train.metrics_file import read_metrics
 from train.statistics import CONFIDENCE, Interval, cluster_bootstrap_interval, wilson_interval
 
 ALL = "all"
@@ -148,6 +149,7 @@ def summarise(
 
     Raises:
         DumpError: there is no episode at all, no evaluation at ``baseline``, or none after it.
+        MetricsError: a line of ``metrics.jsonl`` is none.
     """
     if table.height == 0:
         raise DumpError(f"{run.location} holds no episodes: its {len(run.episodes)} files are empty")
@@ -160,7 +162,7 @@ def summarise(
     first, last = _two_steps(steps, baseline)
     envs = sorted(shown["env"].unique())
     both = judged.filter(pl.col("step").is_in([first, last]))
-    metrics = read_metrics(run.metrics)
+    metrics = read_metrics(run.metrics) if run.metrics else []
     return Analysis(
         run=run.name,
         location=run.location,

@@ -36,9 +36,6 @@ class Distribution(Section):
             return np.full(count, self.p50)
         return rng.lognormal(math.log(self.p50), math.log(self.p99 / self.p50) / SIGMAS_TO_P99, count)
 
-    def scaled(self, factor: float) -> Distribution:
-        return Distribution(p50=self.p50 * factor, p99=self.p99 * factor)
-
 
 class TrainerSection(Section):
     train_batch_size: int = Field(64, ge=1, description="groups of a step")

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from train.config import ConfigError
+from train.metrics_file import MetricsError, read_metrics
 from train.simulation.config import SimulationConfig
 from train.simulation.simulator import Simulation
 from train.simulation.sources import READY, TOKENS, TOOLS, Measured
@@ -99,12 +100,12 @@ def fit(run: Path) -> Fit:
 def _metrics(path: Path) -> list[dict[str, Any]]:
     """The training steps."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if "timing/step" in row]
+        rows = [_numbers(row) for row in read_metrics(path)]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; name the folder of a run") from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is not a run's metrics: {error}") from None
+    except MetricsError as error:
+        raise ConfigError(f"{path.parent}/{error}") from None
+    rows = [row for row in rows if "timing/step" in row]
     if len(rows) < SKIPPED + MIN_STEPS:
         raise ConfigError(
             f"{path} holds {len(rows)} training steps; a fit needs at least {SKIPPED + MIN_STEPS}, as the first "
@@ -115,6 +116,10 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     if missing:
         raise ConfigError(f"{path}: a step has no {missing[0]}")
     return rows
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
 
 
 def _trajectories(folder: Path) -> tuple[int, _Episodes]:
@@ -136,8 +141,11 @@ def _trajectories(folder: Path) -> tuple[int, _Episodes]:
             raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
         except KeyError as error:
             raise ConfigError(f"{path}: a trajectory has no {error}") from None
-        batches.append(len(of_step))
-        groups += of_step.values()
+        if of_step:
+            batches.append(len(of_step))
+            groups += of_step.values()
+    if not groups:
+        raise ConfigError(f"{folder}: the files of steps beyond {SKIPPED} are empty, so there is nothing to fit")
     size = int(np.bincount([len(group) for group in groups]).argmax())
     tokens, turns, seconds, phases = zip(
         *(facts for group in groups if len(group) == size for facts in group), strict=True
@@ -169,7 +177,7 @@ def _facts(row: dict[str, Any]) -> _Facts:
 
 
 def _most(rows: list[dict[str, Any]], key: str) -> int:
-    return int(max((row[key] for row in rows if key in row), default=1))
+    return max(1, int(max((row[key] for row in rows if key in row), default=1)))
 
 
 def _max_staleness(rows: list[dict[str, Any]], batch: int) -> int:

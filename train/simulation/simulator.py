@@ -31,10 +31,11 @@ WON, LOST = Graded(1.0), Graded(0.0)
 VERIFIER_FAILED, BROKE = Ungraded("simulated verifier failure"), InfraFailed("simulated failure")
 REPLICA_DIED, WORKER_DIED = InfraFailed("simulated death of a replica"), InfraFailed("simulated death of a worker")
 TIMED_OUT = InfraFailed("simulated group deadline")
+HOPELESS_GROUPS, HOPELESS_ROUNDS = 1000, 10  # late ones in a row, and times all that may be in flight
 
 
 class Deadlock(RuntimeError):
-    """Nothing can happen any more, and the run is not over."""
+    """Nothing can happen any more, or no group ends in time, and the run is not over."""
 
 
 class _Group:
@@ -164,6 +165,7 @@ class Simulation:
         self._set_timers = 0
         self._groups: list[set[_Group]] = [set() for _ in range(config.generator.num_workers)]
         self._started_groups = 0
+        self._late_groups = 0  # since one was committed
         self._instances = config.environment.max_instances or math.inf
         self._waiting: deque[_Episode] = deque()  # for an instance
         self._replicas: dict[int, set[_Episode]] = {r: set() for r in range(config.policy.num_replicas)}
@@ -182,7 +184,7 @@ class Simulation:
         """Until the last step is trained, or the time is over.
 
         Raises:
-            Deadlock: with the tickets that are out.
+            Deadlock: with the tickets that are out, or the deadline that no group meets.
         """
         config = self.config
         self._schedule_deaths(config.faults)
@@ -280,8 +282,7 @@ class Simulation:
         self.core.start(ticket.ticket_id, "simulated", [episode.name for episode in group.episodes])
         for episode in group.episodes:
             self._provision(episode)
-        if config.hang:
-            self._after(config.group_timeout_s, self._group_is_late, group)
+        self._after(config.group_timeout_s, self._group_is_late, group)
 
     def _provision(self, episode: _Episode) -> None:
         if self._instances < 1:
@@ -350,6 +351,7 @@ class Simulation:
 
     def _commit(self, group: _Group) -> None:
         self._groups[group.worker].discard(group)
+        self._late_groups = 0
         members = [e for e in group.episodes if isinstance(group.outcomes[e.name], Graded)]
         versions = [e.version for e in members]
         header = GroupHeader(
@@ -369,11 +371,18 @@ class Simulation:
         self._admit()
 
     def _group_is_late(self, group: _Group) -> None:
-        if group in self._groups[group.worker]:
-            self._abandon(group, TIMED_OUT)
-            self._admit()
+        if group not in self._groups[group.worker]:
+            return
+        self._late_groups += 1
+        if self._late_groups > max(HOPELESS_GROUPS, HOPELESS_ROUNDS * self.core.max_running):
+            late, deadline = self._late_groups, self.config.episode.group_timeout_s
+            raise Deadlock(f"{late:,} groups in a row took longer than episode.group_timeout_s, {deadline:g} s")
+        self._abandon(group, TIMED_OUT)
+        self._take()
+        self._admit()
 
     def _abandon(self, group: _Group, outcome: Outcome) -> None:
+        """Leaves a place in ``buffer.window``, so that there may be a batch now."""
         self._groups[group.worker].discard(group)
         self.core.abandon(group.ticket.ticket_id, outcome)
         for episode in group.episodes:
@@ -474,6 +483,7 @@ class Simulation:
         groups = self._groups[int(self._rng.integers(len(self._groups)))]
         for group in sorted(groups, key=lambda g: g.ticket.ticket_id):
             self._abandon(group, WORKER_DIED)
+        self._take()
         self._admit()
 
     def _kill_learner(self) -> None:
