@@ -1,7 +1,7 @@
 """``fleet-rl trajectories``: look at what a run's policy did, search it, and hand it to other tools.
 
 RUN is a run's folder or its name under runs/, a folder of trajectory files, one file, or one of these in S3.
-Exit codes: 0 done, 1 nothing was found or something is left to do, 2 wrong input.
+Exit codes: 0 done, 1 nothing was found or something is left to do, 2 wrong input or an export of nothing.
 """
 
 from __future__ import annotations

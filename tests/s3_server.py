@@ -1,8 +1,9 @@
-"""An S3 server for tests, over real sockets: moto's, behind a door that can fail requests on purpose."""
+"""An S3 server for tests, over real sockets: moto's, behind a door that can fail requests; and a silent one."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -104,3 +105,14 @@ def serving_s3() -> Iterator[S3Server]:
         listener.shutdown()
         thread.join()
         listener.server_close()
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[socket.socket]:
+    """A listening socket that takes every connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def url_of(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,9 +113,16 @@ def _try_upload(item: Upload) -> str | None:
 def missing(files: Iterable[Path], prefix: str) -> list[Upload]:
     """Which of ``files`` are not stored under ``prefix`` (a folder in S3, ends with ``/``) with their name and size.
 
+    A file that is gone is not among them.
+
     Raises:
         StorageError: the store cannot be listed.
     """
     stored = {item.location: item.size for item in objects(prefix)}
-    uploads = [Upload(path, prefix + path.name) for path in files]
-    return [item for item in uploads if stored.get(item.location) != item.path.stat().st_size]
+    found = []
+    for path in files:
+        item = Upload(path, prefix + path.name)
+        with suppress(FileNotFoundError):
+            if stored.get(item.location) != path.stat().st_size:
+                found.append(item)
+    return found

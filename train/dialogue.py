@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from actors.episode import MANY_CALLS
+from actors.prompt import tool_text
 from actors.tool_calls import ToolCall, parse_turn
 
 # Messages that no policy read: notes of the episode to whoever reads its record.
@@ -25,6 +27,7 @@ class DialogueTurn:
         done: the policy said that it was done.
         error: what was wrong with a malformed call.
         observations: the texts that answered the turn; none after the last one.
+        refused: there were several calls, and the episode carried none of them out.
     """
 
     text: str
@@ -34,6 +37,7 @@ class DialogueTurn:
     done: bool
     error: str | None
     observations: tuple[str, ...]
+    refused: bool
 
 
 def split_dialogue(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[DialogueTurn]]:
@@ -47,7 +51,11 @@ def _turn(messages: Sequence[dict[str, Any]]) -> DialogueTurn:
     text = content_text(messages[0])
     turn = parse_turn(text)
     observations = tuple(content_text(message) for message in messages[1:])
-    return DialogueTurn(text, _thinking(text), turn.answer, turn.calls, turn.done, turn.error, observations)
+    # JSON can smuggle in halves of surrogate pairs, which no file takes.
+    calls = tuple(replace(call, name=call.name.encode("utf-8", "replace").decode()) for call in turn.calls)
+    # The status of the context may follow the words of the refusal.
+    refused = bool(observations) and observations[0].startswith(tool_text(None, MANY_CALLS.format(n=len(calls))))
+    return DialogueTurn(text, _thinking(text), turn.answer, calls, turn.done, turn.error, observations, refused)
 
 
 def _thinking(text: str) -> str:

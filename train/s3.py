@@ -24,7 +24,7 @@ ATTEMPTS = 5
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 60.0
 MULTIPART_BYTES = 16 * 2**20  # a larger file travels in parts of this size
-CONCURRENCY = 4  # parts of one file at once
+CONCURRENCY = 4  # parts of one file at once, of a download
 
 _READ_BYTES = 2**20
 # A Path swallows one of the two slashes.
@@ -101,7 +101,7 @@ def fetch(location: str, folder: Path) -> Path:
     with _readable(f"s3://{bucket}/{key}"):
         folder.mkdir(parents=True, exist_ok=True)
         # boto3 writes under a temporary name beside the target, and renames.
-        _client().download_file(bucket, key, str(target), Config=_transfer_config())
+        _client().download_file(bucket, key, str(target), Config=_transfer_config(threads=True))
     return target
 
 
@@ -109,7 +109,8 @@ def upload(path: Path, location: str) -> None:
     """Store a file as the object ``location``; returns only once the store holds these very bytes.
 
     The CRC-32 of the file travels with it, and S3 refuses what does not match. Afterwards size and checksum are
-    asked for and compared; a store that keeps no checksums is asked for the size alone.
+    asked for and compared; a store that keeps no checksums is asked for the size alone. It all happens in the caller's
+    thread: one of boto3's own would keep the process alive for as long as the store does not answer.
 
     Raises:
         StorageError: the file could not be read or stored, or what is stored differs.
@@ -119,7 +120,7 @@ def upload(path: Path, location: str) -> None:
     with _readable(where):
         size, checksum = path.stat().st_size, _crc32(path)
         extra = {"ChecksumCRC32": checksum}
-        _client().upload_file(str(path), bucket, key, ExtraArgs=extra, Config=_transfer_config())
+        _client().upload_file(str(path), bucket, key, ExtraArgs=extra, Config=_transfer_config(threads=False))
         stored = _client().head_object(Bucket=bucket, Key=key, ChecksumMode="ENABLED")
     if stored["ContentLength"] != size:
         raise StorageError(f"{where}: {stored['ContentLength']} bytes are stored, {path} has {size}: upload it again")
@@ -157,11 +158,15 @@ def _client_for(environment: tuple[tuple[str, str], ...]) -> Any:
     return Session().client("s3", config=config)
 
 
-def _transfer_config() -> Any:
+def _transfer_config(threads: bool) -> Any:
+    """Without threads the parts travel one after the other, in the thread of the caller."""
     from boto3.s3.transfer import TransferConfig
 
     return TransferConfig(
-        multipart_threshold=MULTIPART_BYTES, multipart_chunksize=MULTIPART_BYTES, max_concurrency=CONCURRENCY
+        multipart_threshold=MULTIPART_BYTES,
+        multipart_chunksize=MULTIPART_BYTES,
+        max_concurrency=CONCURRENCY,
+        use_threads=threads,
     )
 
 

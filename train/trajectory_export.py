@@ -53,7 +53,8 @@ def openai_row(row: Row, index: int) -> Row:
     """``messages`` in OpenAI's chat format: calls are ``tool_calls``, and each is answered by a ``tool`` message.
 
     What the environment said to a turn without a call that was carried out becomes a ``user`` message; of several calls
-    in a turn, those that were not carried out are left out. A call that ended the episode has no answer.
+    in a turn, those that were not carried out are left out, unless none was: such a turn stays as it was written. The
+    answers to the last turn are not recorded, so all its calls are kept, without answers.
     """
     opening, turns = split_dialogue(row["messages"])
     messages = [_plain(message) for message in opening]
@@ -65,7 +66,7 @@ def openai_row(row: Row, index: int) -> Row:
 def _openai_turn(turn: DialogueTurn, number: int, last: bool) -> list[Row]:
     unanswered = last and not turn.observations
     answered = turn.calls if unanswered else turn.calls[: len(turn.observations)]
-    if not answered or turn.error is not None:
+    if not answered or turn.refused or turn.error is not None:
         said = {"role": "assistant", "content": turn.text}
         return [said, *({"role": "user", "content": text} for text in turn.observations)]
     ids = [f"call_{number}_{k}" for k in range(1, len(answered) + 1)]

@@ -30,11 +30,11 @@ class Finished:
     missing: int
 
 
-def finish(spooled: Path, folder: Path, jsonl: bool) -> Finished:
-    """Turn a spool file into ``NAME.parquet`` (and ``NAME.jsonl``) in ``folder``, and remove it.
+def finish(spooled: Path, folder: Path) -> Finished:
+    """Turn a spool file into ``NAME.parquet`` (and ``NAME.jsonl``, if its header says so) in ``folder``, and remove it.
 
-    A file of the same name that holds another batch, of a run that began again before this step, moves to
-    ``superseded/``.
+    Where a run began again before this step there are two batches of one name. The one that was put down later gets
+    it, in whatever order they are finished; the other goes to ``superseded/``.
 
     Raises:
         OSError, pyarrow.ArrowException: it cannot be read or written; everything is as it was.
@@ -48,25 +48,43 @@ def finish(spooled: Path, folder: Path, jsonl: bool) -> Finished:
             spooled.unlink()
             logger.warning("%s: its writer died before it had written which batch it is", spooled)
             return Finished(spooled.name, [], 0)
-        header = {key.decode(): value.decode() for key, value in stream.schema.metadata.items()}
+        header = _decoded(stream.schema.metadata)
         name, batch_id, expected = header["name"], header["batch"], int(header["trajectories"])
         target = folder / f"{name}.parquet"
-        files = [target, *([target.with_suffix(".jsonl")] if jsonl else [])]
-        if _batch_id(target) == batch_id:  # all was done but to remove the spool file
+        files = [target, *([target.with_suffix(".jsonl")] if header.get("jsonl") != "0" else [])]
+        if _metadata(target).get("batch") == batch_id:  # all was done but to remove the spool file
             spooled.unlink()
             return Finished(name, files, 0)
-        partials = [folder / f".{file.name}{PARTIAL}" for file in files]
+        # Another store may be finishing another batch of this name.
+        partials = [folder / f".{file.name}.{batch_id}{PARTIAL}" for file in files]
         try:
             found = _write(_whole_batches(stream), header, *partials)
+            files = _give_names(partials, files, header)
         except BaseException:
             for partial in partials:
                 partial.unlink(missing_ok=True)
             raise
-    _supersede(target)
-    for partial, file in reversed(list(zip(partials, files, strict=True))):  # the Parquet file last: it says "done"
-        partial.replace(file)
     spooled.unlink()
     return Finished(name, files, expected - found)
+
+
+def _give_names(partials: list[Path], files: list[Path], header: dict[str, str]) -> list[Path]:
+    """Returns those of ``files`` that hold the batch now: none where a later batch has the name already."""
+    target = files[0]
+    stands = _metadata(target)
+    if int(stands.get("written", 0)) > int(header.get("written", 0)):
+        kept = _keep(partials[0], target, header["batch"])
+        for partial in partials[1:]:
+            partial.unlink()
+        logger.warning("%s holds a later batch, from after its run began again: the earlier one is %s", target, kept)
+        return []
+    if target.exists():
+        kept = _keep(target, target, stands.get("batch", ""))
+        target.with_suffix(".jsonl").unlink(missing_ok=True)
+        logger.warning("%s existed, from before this run began again: it is %s now", target, kept)
+    for partial, file in reversed(list(zip(partials, files, strict=True))):  # the Parquet file last: it says "done"
+        partial.replace(file)
+    return files
 
 
 def _whole_batches(stream: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
@@ -95,8 +113,9 @@ def _write(batches: Iterator[pa.RecordBatch], header: dict[str, str], parquet: P
                 lines.writelines(map(json_line, rows(batch)))
             found += batch.num_rows
         writer.close()
-        file.flush()
-        os.fsync(file.fileno())
+        for written in (file, lines) if lines is not None else (file,):
+            written.flush()
+            os.fsync(written.fileno())
     return found
 
 
@@ -106,20 +125,20 @@ def parquet_writer(file: Any, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=names)
 
 
-def _batch_id(path: Path) -> str | None:
-    if not path.exists():
-        return None
-    return pq.read_schema(path).metadata.get(b"batch", b"").decode()
+def _metadata(path: Path) -> dict[str, str]:
+    """What the header of its spool file said of the batch in a finished file; nothing if there is no such file."""
+    return _decoded(pq.read_schema(path).metadata) if path.exists() else {}
 
 
-def _supersede(target: Path) -> None:
-    if not target.exists():
-        return
-    kept = target.parent / SUPERSEDED / f"{target.stem}.{_batch_id(target)}.parquet"
+def _decoded(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (metadata or {}).items()}
+
+
+def _keep(file: Path, target: Path, batch_id: str) -> Path:
+    """Move a batch that is superseded out of the way."""
+    kept = target.parent / SUPERSEDED / f"{target.stem}.{batch_id}.parquet"
     kept.parent.mkdir(exist_ok=True)
-    target.replace(kept)
-    target.with_suffix(".jsonl").unlink(missing_ok=True)
-    logger.warning("%s existed, from before this run began again: it is %s now", target, kept)
+    return file.replace(kept)
 
 
 def finished_files(folder: Path) -> list[Path]:

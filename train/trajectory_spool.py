@@ -11,7 +11,8 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,9 +30,14 @@ class Spool:
     """The spool files of one store: a folder that is locked for as long as its owner lives.
 
     A context manager; leaving it is :meth:`close`.
+
+    Args:
+        folder: of the finished files; the spool is a folder in it.
+        jsonl: whether the batches get lines of JSON as well, whoever finishes them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, jsonl: bool = True) -> None:
+        self._jsonl = jsonl
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.path = folder / SPOOL / name
         # Locked before it has its name: whoever sees it and can lock it knows that the owner is dead.
@@ -44,7 +50,11 @@ class Spool:
 
     @classmethod
     def adopt(cls, path: Path) -> Spool | None:
-        """The spool of a dead owner; ``None`` if the owner lives, here or on another host, or somebody else has it."""
+        """The spool of a dead owner; ``None`` if the owner lives, here or on another host, or somebody else has it.
+
+        Raises:
+            OSError: it is not to be opened, by this user for example.
+        """
         spool = cls.__new__(cls)
         spool.path = path
         try:
@@ -71,6 +81,8 @@ class Spool:
         header = {
             "name": origin.name,
             "batch": secrets.token_hex(8),
+            "written": str(time.time_ns()),
+            "jsonl": str(int(self._jsonl)),
             "trajectories": str(sum(len(group.trajectories) for group in groups)),
         }
         try:
@@ -85,7 +97,7 @@ class Spool:
 
     def files(self) -> list[Path]:
         """In the order they were written."""
-        return sorted(path for path in self.path.iterdir() if path.name != _OWNER)
+        return files_in(self.path)
 
     def close(self) -> None:
         """Give the lock back; the folder goes if nothing is left in it."""
@@ -100,13 +112,16 @@ class Spool:
         self.close()
 
 
+def files_in(spool: Path) -> list[Path]:
+    """The files of one spool, in the order they were written."""
+    return sorted(path for path in spool.iterdir() if path.name != _OWNER)
+
+
 def spooled_files(folder: Path) -> list[Path]:
     """All spool files in ``folder``, of living and dead stores."""
     return [path for path in (folder / SPOOL).glob("*/*") if path.name != _OWNER]
 
 
-def abandoned_spools(folder: Path) -> Iterator[Spool]:
-    """Spools in ``folder`` whose owners are dead, each locked for the caller."""
-    for path in sorted((folder / SPOOL).glob("*/")):
-        if not path.name.startswith(".") and (spool := Spool.adopt(path)) is not None:
-            yield spool
+def spools(folder: Path) -> list[Path]:
+    """The spools in ``folder``, of living and dead stores."""
+    return sorted(path for path in (folder / SPOOL).glob("*/") if not path.name.startswith("."))

@@ -12,15 +12,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.trajectory import Group
 from train import s3
-from train.background_upload import BackgroundUpload, Upload, missing
+from train.background_upload import BackgroundUpload, missing
 from train.trajectory_files import finish, finished_files
-from train.trajectory_spool import Spool, abandoned_spools
+from train.trajectory_spool import SPOOL, Spool, files_in, spooled_files, spools
 from train.trajectory_table import Origin
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class StoreSettings:
 
     Attributes:
         folder: of the run's trajectories, on this machine or a file system that all see.
-        jsonl: write ``NAME.jsonl`` beside each ``NAME.parquet``.
+        jsonl: write ``NAME.jsonl`` beside each ``NAME.parquet`` of this store; what others left is finished as they had
+            it.
         upload_to: a folder in S3 that gets a copy of every finished file; ``None``: no uploads.
     """
 
@@ -52,8 +54,9 @@ class StoreReport:
         lost: batches that ``put`` could not write; their steps are in the log.
         recovered: batches of stores that had died.
         cut: of these, batches of which only the first trajectories had been written.
-        waiting: batches that are in the spool but not in a finished file yet.
-        not_uploaded: finished files that are not in S3 yet.
+        waiting: batches that are in the spool but not in a finished file yet; a spool that cannot be looked into counts
+            as one.
+        not_uploaded: finished files that are not known to be in S3.
         problem: the last thing that went wrong, in one line.
     """
 
@@ -78,12 +81,15 @@ class TrajectoryStore:
     """
 
     def __init__(self, settings: StoreSettings) -> None:
-        self._settings = settings
         self._folder = Path(settings.folder)
-        self._spool = Spool(self._folder)
+        self._spool = Spool(self._folder, settings.jsonl)
         self._report = StoreReport()
         self._jobs: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
         self._waiting: set[Path] = set()
+        self._out_of_reach: set[Path] = set()  # of others' spools, as the last look found them
+        self._known: set[Path] = set()  # files that were seen in S3 or handed to uploads
+        self._unknown: set[Path] = set()  # files of which nobody could tell whether they are in S3
+        self._listed = False
         self._uploads = BackgroundUpload() if settings.upload_to else None
         self._prefix = f"{(settings.upload_to or '').rstrip('/')}/"
         self._thread = threading.Thread(target=self._run, name="trajectory-store", daemon=True)
@@ -106,9 +112,11 @@ class TrajectoryStore:
 
     def report(self) -> StoreReport:
         """The counts as they are now."""
-        self._report.waiting = len(self._waiting)
+        # Others may have finished some of it.
+        waiting = {path for path in [*self._waiting, *self._out_of_reach] if path.exists()}
+        self._report.waiting = len(waiting)
         if self._uploads is not None:
-            self._report.not_uploaded = len(self._uploads.waiting())
+            self._report.not_uploaded = len({item.path for item in self._uploads.waiting()} | self._unknown)
             self._report.problem = self._uploads.error or self._report.problem
         return self._report
 
@@ -118,9 +126,15 @@ class TrajectoryStore:
         deadline = time.monotonic() + timeout_s
         self._jobs.put(None)
         self._thread.join(timeout_s)
+        late = self._thread.is_alive()
         if self._uploads is not None:
-            self._uploads.close(max(0.0, deadline - time.monotonic()))
-        if not self._thread.is_alive():
+            left = self._uploads.close(max(0.0, deadline - time.monotonic()))
+            late = late or bool(left and self._uploads.error is None)
+        if late:
+            self._note(f"not everything was finished within {timeout_s:g} s")
+        if self._thread.is_alive():
+            self._count_what_is_left()
+        else:
             self._spool.close()
         report = self.report()
         if report.waiting or report.not_uploaded:
@@ -137,24 +151,52 @@ class TrajectoryStore:
         while (path := self._jobs.get()) is not None:
             self._finish([path])
         # What failed here, for lack of space perhaps, and what others left while this one lived.
-        self._finish(self._spool.files())
+        with self._going_on(self._spool.path):
+            self._finish(self._spool.files())
         self._finish_left_overs()
 
     def _finish_left_overs(self) -> None:
-        for spool in abandoned_spools(self._folder):
+        """Never raises: whatever is the matter with others' batches, this store's own must be finished."""
+        self._out_of_reach = set()
+        with self._going_on(self._folder / SPOOL):
+            for path in spools(self._folder):
+                with self._going_on(path):
+                    self._finish_left_over(path)
+            self._upload_missing()
+
+    def _finish_left_over(self, path: Path) -> None:
+        spool = Spool.adopt(path)
+        if spool is not None:
             with spool:
                 self._report.recovered += self._finish(spool.files())
-        self._upload_missing()
+
+    @contextmanager
+    def _going_on(self, path: Path) -> Iterator[None]:
+        """What fails at the spool ``path`` is noted, and its files count as waiting."""
+        try:
+            yield
+        except Exception as error:
+            self._note(f"{path}: {type(error).__name__}: {error}")
+            try:
+                self._out_of_reach.update(files_in(path))
+            except OSError:
+                self._out_of_reach.add(path)
+
+    def _count_what_is_left(self) -> None:
+        """From outside, when the thread has not come to its end."""
+        self._out_of_reach.update(spooled_files(self._folder))
+        if self._uploads is not None:
+            self._unknown.update(path for path in finished_files(self._folder) if path not in self._known)
 
     def _finish(self, paths: Iterable[Path]) -> int:
         """How many could be finished. The others stay where they are."""
         count = 0
         for path in paths:
             try:
-                finished = finish(path, self._folder, self._settings.jsonl)
+                finished = finish(path, self._folder)
             except Exception as error:
                 self._waiting.add(path)
-                self._note(f"{path} could not be finished yet: {error}")
+                self._note(f"{path} could not be finished yet: {type(error).__name__}: {error}")
                 continue
             self._waiting.discard(path)
             count += 1
@@ -162,22 +204,32 @@ class TrajectoryStore:
                 self._report.cut += 1
                 self._note(f"{finished.name}: its writer died over it; {finished.missing} trajectories are lost")
             for file in finished.files if self._uploads is not None else ():
-                self._uploads.add(file, self._prefix + file.name)
+                self._upload(file)
         return count
 
+    def _upload(self, file: Path) -> None:
+        self._known.add(file)
+        self._uploads.add(file, self._prefix + file.name)
+
     def _upload_missing(self) -> None:
-        """Files that an earlier store finished but did not upload."""
+        """Files that another store finished but did not upload."""
         if self._uploads is None:
             return
         waiting = {item.path for item in self._uploads.waiting()}
         files = [path for path in finished_files(self._folder) if path not in waiting]
         try:
-            found = missing(files, self._prefix)
-        except s3.StorageError as error:
-            self._note(str(error))
-            found = [Upload(path, self._prefix + path.name) for path in files]
-        for item in found:
-            self._uploads.add(item.path, item.location)
+            found = [item.path for item in missing(files, self._prefix)] if files else []
+        except Exception as error:
+            self._note(str(error) if isinstance(error, s3.StorageError) else f"{type(error).__name__}: {error}")
+            found = [path for path in files if path not in self._known]
+            if self._listed:  # most of them are there, or their own store sees to it: not all of a run once more
+                self._unknown.update(found)
+                return
+        else:
+            self._listed = True
+            self._known.update(files)
+        for file in found:
+            self._upload(file)
 
     def _note(self, problem: str) -> None:
         self._report.problem = " ".join(problem.split())

@@ -163,8 +163,8 @@ def _block(text: str, style: str, limit: int | None) -> Text:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which could drive the terminal."""
-    return text.translate(_CONTROL)
+    """Without control characters, which could drive the terminal, and halves of surrogate pairs, which none takes."""
+    return text.encode("utf-8", "replace").decode().translate(_CONTROL)
 
 
 def one_line(text: str) -> str:

@@ -8,9 +8,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -19,14 +21,16 @@ from openai.types.chat import ChatCompletionMessageParam
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from actors.episode import MANY_CALLS
+from actors.prompt import tool_text
 from actors.trajectory import OUTCOME_NAMES, Graded, Group
 from deploy import trajectories as command
 from tests.s3_server import ENVIRONMENT, Fault, serving_s3
 from tests.trajectories import call, facts, make_groups, make_trajectory
-from train import s3, trajectory_reader
+from train import s3, trajectory_reader, trajectory_store
 from train.dialogue import split_dialogue
 from train.trajectory_export import export, openai_row, trl_row, verl_row
-from train.trajectory_files import finished_files
+from train.trajectory_files import finish, finished_files
 from train.trajectory_reader import Range, Selection, TrajectoryFileError, read
 from train.trajectory_spool import Spool
 from train.trajectory_store import StoreSettings, TrajectoryStore
@@ -260,6 +264,28 @@ def test_of_several_calls_those_that_were_carried_out_are_kept():
     assert both[-1]["tool_calls"][0]["function"] == {"name": "last", "arguments": "{}"}
 
 
+def test_calls_that_were_refused_as_a_whole_are_not_answered():
+    two = call("one", a=1) + call("two", b=2)
+    for refusal in (tool_text(None, MANY_CALLS.format(n=2)), f"{tool_text(None, MANY_CALLS.format(n=2))}\nturn 3 of 9"):
+        messages = openai_row(dialogue_of(f"a:{two}", f"t:{refusal}", "a:end"), 0)["messages"]
+        check_openai(messages)
+        assert messages[1:3] == [{"role": "assistant", "content": two}, {"role": "user", "content": refusal}]
+
+
+def test_halves_of_surrogate_pairs_in_a_call_stop_neither_an_export_nor_a_view(tmp_path, capsys):
+    odd = '<tool_call>{"name": "\\ud800", "arguments": {"\\udfff": "\\ud800"}}</tool_call>'
+    messages = [{"role": "user", "content": "task"}, {"role": "assistant", "content": odd}]
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    store.put([Group(1, "t", "e", [replace(make_trajectory(4), messages=messages)])], Origin("train", 1, 0))
+    store.close()
+    out = tmp_path / "rows.jsonl"
+    assert invoke(capsys, "export", tmp_path / "step_000001.parquet", "--format", "openai", "--out", out)[0] == 0
+    (found,) = map(json.loads, out.read_text().splitlines())
+    assert found["messages"][1]["tool_calls"][0]["function"]["name"] == "?"
+    answer = fleet_rl("show", tmp_path / "step_000001.parquet", "4/task-4/0")
+    assert (answer.returncode, answer.stderr) == (0, "") and "→ ?(?=" in answer.stdout
+
+
 PIECES = [
     "<think>",
     "</think>",
@@ -268,6 +294,7 @@ PIECES = [
     "<done>",
     call("f", x="</tool_call>"),
     call("g"),
+    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     "text",
     "{",
 ]
@@ -290,10 +317,11 @@ def test_any_dialogue_becomes_messages_that_the_api_takes(parts):
     row = row_of(replace(make_trajectory(4), messages=messages))
     found = openai_row(row, 0)["messages"]
     check_openai(found)
+    orjson.dumps(found)
     if not any(turn.calls for turn in turns):
         expected = [m["content"] for m in messages if m["role"] != "note"]
         assert [m["content"] for m in found] == expected
-    assert shown(row)
+    assert shown(row).encode()
 
 
 def test_trl_rows_split_the_dialogue_where_the_policy_begins():
@@ -387,6 +415,19 @@ def test_recover_finishes_and_reports(tmp_path, capsys):
     assert code == 0 and out.startswith("1 batches recovered, 0 of them")
     code, out, error = invoke(capsys, "show", tmp_path / "run")
     assert (code, error) == (0, "") and "4 of 4 trajectories" in out
+
+
+def test_recover_that_ran_out_of_time_says_so(tmp_path, capsys, monkeypatch):
+    spool = Spool(tmp_path)
+    for step in (5, 6):
+        spool.write(make_groups(1), Origin("train", step, 4))
+    spool._lock.close()
+    release = threading.Event()
+    monkeypatch.setattr(trajectory_store, "finish", lambda *a: (release.wait(30), finish(*a))[1])
+    code, out, error = invoke(capsys, "recover", tmp_path, "--timeout", 1)
+    release.set()
+    assert code == 1 and out.startswith("0 batches recovered")
+    assert "2 batches in the spool" in error and "not everything was finished within 1 s" in error
 
 
 def test_the_outcomes_of_the_command_are_those_of_trajectories():

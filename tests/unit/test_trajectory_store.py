@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trajectory import Group
-from tests.s3_server import ENVIRONMENT, Fault, serving_s3
+from tests.s3_server import ENVIRONMENT, Fault, serving_s3, silent_server, url_of
 from tests.trajectories import facts, make_groups, make_trajectory, trajectories
 from train import s3, trajectory_store
-from train.background_upload import BackgroundUpload
+from train.background_upload import BackgroundUpload, missing
 from train.config import ConfigError, load_config
 from train.preflight import check_store
 from train.system import store_settings
 from train.trajectory_files import finish, finished_files
-from train.trajectory_spool import PARTIAL, SPOOL, Spool, abandoned_spools
+from train.trajectory_spool import PARTIAL, SPOOL, Spool
 from train.trajectory_store import StoreSettings, TrajectoryStore, recover
 from train.trajectory_table import SCHEMA, Origin, json_line, record_batches, rows, trajectory
 
@@ -39,6 +41,13 @@ def stored(folder: Path, groups: list[Group], origin: Origin = STEP, **keys) -> 
     store = TrajectoryStore(StoreSettings(str(folder), **keys))
     store.put(groups, origin)
     return store.close()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
 
 
 def read(path: Path) -> list:
@@ -108,9 +117,9 @@ def test_training_and_evaluations_have_names_of_their_own(tmp_path):
 def test_row_groups_are_bounded(tmp_path):
     groups = make_groups(8, tokens=3000)
     size = sum(group.nbytes for group in groups)
-    spool = Spool(tmp_path)
+    spool = Spool(tmp_path, jsonl=False)
     path = spool.write(groups, STEP, limit=size // 4)
-    finish(path, tmp_path, jsonl=False)
+    finish(path, tmp_path)
     file = pq.ParquetFile(tmp_path / "step_000007.parquet")
     assert 4 <= file.num_row_groups <= 6 and file.metadata.num_rows == 16
     assert [facts(t) for t in read(tmp_path / "step_000007.parquet")] == members(groups)
@@ -169,9 +178,9 @@ def test_a_file_that_cannot_be_finished_is_tried_again_at_the_end(tmp_path, monk
 # Whole whatever dies
 
 
-def spooled(folder: Path, groups: list[Group], origin: Origin = STEP) -> Path:
+def spooled(folder: Path, groups: list[Group], origin: Origin = STEP, jsonl: bool = True) -> Path:
     """As a process leaves it that died right after put."""
-    spool = Spool(folder)
+    spool = Spool(folder, jsonl)
     path = spool.write(groups, origin)
     spool._lock.close()
     return path
@@ -195,10 +204,84 @@ def test_what_dies_while_a_store_lives_is_finished_when_that_store_ends(tmp_path
     assert [facts(t) for t in read(tmp_path / "step_000007.parquet")] == members(groups)
 
 
+@pytest.mark.parametrize("jsonl", [True, False])
+def test_what_is_recovered_has_lines_if_its_own_run_wanted_them(tmp_path, jsonl):
+    spooled(tmp_path, make_groups(1), jsonl=jsonl)
+    recover(StoreSettings(str(tmp_path), jsonl=not jsonl))
+    assert (tmp_path / "step_000007.parquet").exists() and (tmp_path / "step_000007.jsonl").exists() == jsonl
+
+
+def out_of_reach(path: Path) -> Path:
+    """Make a spool one that cannot be opened; as root may open everything, not by its mode. Returns its lock."""
+    owner = path.parent / "owner"
+    owner.unlink()
+    owner.mkdir()
+    return owner
+
+
+def test_a_spool_that_cannot_be_opened_stops_nothing_else(tmp_path):
+    bad = spooled(tmp_path, make_groups(1), replace(STEP, step=1))
+    bad = bad.parent.rename(bad.parent.with_name("!the first")) / bad.name
+    out_of_reach(bad)
+    spooled(tmp_path, make_groups(1), replace(STEP, step=2))
+    report = stored(tmp_path, make_groups(1))
+    assert (report.stored, report.recovered, report.waiting) == (1, 1, 1)
+    assert str(bad.parent) in report.problem and "IsADirectoryError" in report.problem and bad.exists()
+    assert [file.stem for file in finished_files(tmp_path)] == ["step_000002"] * 2 + ["step_000007"] * 2
+
+
+def test_a_spool_that_can_be_opened_later_is_finished_then(tmp_path):
+    owner = out_of_reach(spooled(tmp_path, make_groups(1)))
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    assert eventually(lambda: store.report().waiting == 1)
+    owner.rmdir()
+    owner.touch()
+    report = store.close()
+    assert (report.recovered, report.waiting) == (1, 0)
+
+
+def test_a_spool_that_turns_out_to_be_a_living_stores_is_not_waiting(tmp_path):
+    path = spooled(tmp_path, make_groups(1))
+    owner = out_of_reach(path)
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    assert eventually(lambda: store.report().waiting == 1)
+    owner.rmdir()
+    with owner.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert store.close().waiting == 0 and path.exists()
+
+
+def test_what_somebody_else_finished_is_not_waiting(tmp_path):
+    path = spooled(tmp_path, make_groups(1))
+    path.write_bytes(b"nonsense" * 100)
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    assert eventually(lambda: store.report().waiting == 1)
+    path.unlink()
+    assert store.close().waiting == 0
+
+
+def test_time_that_runs_out_is_reported_with_what_is_left(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        spooled(tmp_path, make_groups(1), replace(STEP, step=step))
+    release, calls = threading.Event(), []
+
+    def hangs_in_the_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            release.wait(30)
+        return finish(*arguments)
+
+    monkeypatch.setattr(trajectory_store, "finish", hangs_in_the_second)
+    report = recover(StoreSettings(str(tmp_path)), timeout_s=1.0)
+    release.set()
+    assert (report.recovered, report.waiting) == (1, 2)
+    assert report.problem == "not everything was finished within 1 s"
+
+
 def test_what_a_living_store_has_is_left_alone(tmp_path):
     spool = Spool(tmp_path)
     path = spool.write(make_groups(1), STEP)
-    assert list(abandoned_spools(tmp_path)) == []
+    assert Spool.adopt(path.parent) is None
     assert recover(StoreSettings(str(tmp_path))).recovered == 0 and path.exists()
     spool.close()
     assert path.exists(), "a spool that still holds something must not go"
@@ -243,7 +326,7 @@ def test_finishing_that_breaks_off_leaves_the_spool_file_and_nothing_else(tmp_pa
 
     monkeypatch.setattr("train.trajectory_files.json_line", full)
     with pytest.raises(OSError, match="No space left"):
-        finish(path, tmp_path, jsonl=True)
+        finish(path, tmp_path)
     assert path.exists() and [file.name for file in tmp_path.iterdir()] == [SPOOL]
 
 
@@ -251,7 +334,7 @@ def test_finishing_twice_is_finishing_once(tmp_path):
     """The writer died between naming the finished file and removing the spool file."""
     path = spooled(tmp_path, make_groups(2))
     content = path.read_bytes()
-    finish(path, tmp_path, jsonl=True)
+    finish(path, tmp_path)
     before = {file.name: file.read_bytes() for file in finished_files(tmp_path)}
     path.write_bytes(content)
     assert recover(StoreSettings(str(tmp_path))).recovered == 1
@@ -267,6 +350,46 @@ def test_a_step_that_is_trained_again_supersedes_the_first_and_keeps_it(tmp_path
     (kept,) = (tmp_path / "superseded").iterdir()
     assert [facts(t) for t in read(kept)] == members(first)
     assert len(finished_files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("late", ["the first", "the second"])
+def test_of_two_batches_of_a_step_the_later_one_stands_in_whatever_order_they_are_finished(tmp_path, late, caplog):
+    """An orphan of the run before may die, and its spool be adopted, after the step was trained again."""
+    first, second = make_groups(2), make_groups(2, first=10)
+    paths = [spooled(tmp_path, first), spooled(tmp_path, second)]
+    for path in reversed(paths) if late == "the first" else paths:
+        finish(path, tmp_path)
+    assert [facts(t) for t in read(tmp_path / "step_000007.parquet")] == members(second)
+    lines = [json.loads(line) for line in (tmp_path / "step_000007.jsonl").read_text().splitlines()]
+    assert [facts(trajectory(line)) for line in lines] == members(second)
+    (kept,) = (tmp_path / "superseded").iterdir()
+    assert [facts(t) for t in read(kept)] == members(first) and str(kept) in caplog.text
+    assert not any(path.exists() for path in paths)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        SPOOL,
+        "step_000007.jsonl",
+        "step_000007.parquet",
+        "superseded",
+    ]
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    synced, named = {}, []
+
+    def fsync(descriptor):
+        assert named == []
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split(".")[2]] = os.fstat(descriptor).st_size
+
+    def rename(path, target):
+        named.append(target)
+        os.replace(path, target)
+
+    path = spooled(tmp_path, make_groups(2))
+    monkeypatch.setattr("train.trajectory_files.os.fsync", fsync)
+    monkeypatch.setattr(Path, "replace", rename)
+    finish(path, tmp_path)
+    assert named == [tmp_path / "step_000007.jsonl", tmp_path / "step_000007.parquet"]
+    assert synced == {file.suffix[1:]: file.stat().st_size for file in named}
 
 
 WRITER = """
@@ -371,9 +494,7 @@ def test_an_outage_is_waited_out_and_holds_nothing_up(server, tmp_path, caplog):
         time.sleep(0.01)
     assert len(uploads.waiting()) == 3 and "will be tried again" in caplog.text
     server.arm()
-    deadline = time.monotonic() + 20
-    while uploads.waiting() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert eventually(lambda: not uploads.waiting())
     assert uploads.close(10) == [] and uploads.error is None
     assert set(contents("s3://trajectories/b/", tmp_path / "back")) == {"0.txt", "1.txt", "2.txt"}
 
@@ -391,6 +512,87 @@ def test_what_could_not_be_uploaded_is_reported_and_the_next_store_uploads_it(se
     server.arm()
     recover(StoreSettings(str(tmp_path / "run"), upload_to="s3://trajectories/c/"))
     assert server.count("PUT") == 0, "what is there was uploaded again"
+
+
+def test_a_listing_that_fails_at_the_end_sends_nothing_again(server, tmp_path):
+    """Of files that another store finished nobody knows whether they are there: they count as not uploaded."""
+    server.arm()
+    folder, prefix = tmp_path / "run", "s3://trajectories/f/"
+    stored(folder, make_groups(1), replace(STEP, step=1), upload_to=prefix)
+    store = TrajectoryStore(StoreSettings(str(folder), upload_to=prefix))
+    store.put(make_groups(1), replace(STEP, step=2))
+    assert eventually(lambda: server.count("PUT") == 4 and store.report().not_uploaded == 0)
+    stored(folder, make_groups(1), replace(STEP, step=3))
+    server.arm(Fault(403, "AccessDenied", count=1_000_000, method="GET"))
+    report = store.close()
+    assert report.not_uploaded == 2 and "access denied" in report.problem
+    assert server.count("PUT") == 0
+    server.arm()
+    assert recover(StoreSettings(str(folder), upload_to=prefix)).not_uploaded == 0
+    assert server.count("PUT") == 2
+    assert set(contents(prefix, tmp_path / "back")) == {file.name for file in finished_files(folder)}
+
+
+def test_without_the_right_to_list_every_file_is_sent_once(server, tmp_path):
+    folder, prefix = tmp_path / "run", "s3://trajectories/g/"
+    stored(folder, make_groups(1), replace(STEP, step=1))
+    server.arm(Fault(403, "AccessDenied", count=1_000_000, method="GET"))
+    store = TrajectoryStore(StoreSettings(str(folder), upload_to=prefix))
+    store.put(make_groups(1), replace(STEP, step=2))
+    assert eventually(lambda: store.report().waiting == 0 and server.count("PUT") == 4)
+    assert eventually(lambda: store.report().not_uploaded == 0)
+    assert store.close().not_uploaded == 0 and server.count("PUT") == 4
+
+
+def test_a_file_that_is_gone_is_not_missing(server, tmp_path):
+    server.arm()
+    (tmp_path / "there").write_text("x")
+    assert [item.path.name for item in missing([tmp_path / "gone", tmp_path / "there"], "s3://trajectories/h/")] == [
+        "there"
+    ]
+
+
+def test_files_of_which_a_silent_store_does_not_tell_count_as_not_uploaded(server, tmp_path, monkeypatch):
+    stored(tmp_path, make_groups(1))
+    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 5.0)
+    with silent_server() as listener:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url_of(listener))
+        report = recover(StoreSettings(str(tmp_path), upload_to="s3://trajectories/i/"), timeout_s=1.0)
+    assert (report.waiting, report.not_uploaded) == (0, 2)
+    assert report.problem == "not everything was finished within 1 s"
+
+
+SENDER = """
+import sys
+from pathlib import Path
+from train import s3
+from train.background_upload import BackgroundUpload
+s3.READ_TIMEOUT_S = 20.0
+uploads = BackgroundUpload()
+uploads.add(Path(sys.argv[1]), "s3://trajectories/file")
+sys.stdin.readline()
+print(len(uploads.close(1)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [1, s3.MULTIPART_BYTES + 1])
+def test_a_store_that_does_not_answer_does_not_keep_the_process(tmp_path, size):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    with silent_server() as listener:
+        environment = os.environ | ENVIRONMENT | {"AWS_ENDPOINT_URL": url_of(listener)}
+        command = [sys.executable, "-c", SENDER, str(path)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+            try:
+                listener.settimeout(60)
+                listener.accept()
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "1\n"
+                assert process.wait(timeout=10) == 0
+            finally:
+                process.kill()
 
 
 def test_a_run_is_told_before_it_starts_that_it_cannot_reach_its_store(server):
