@@ -198,8 +198,9 @@ class Conductor:
         try:
             return await asyncio.wait_for(call, timeout_s)
         except (asyncio.CancelledError, TimeoutError):
-            # The worker cancels the group's episodes and closes their environments before the call ends.
-            ray.cancel(call)
+            # The worker cancels the group's episodes and closes their environments before the call ends. By default Ray
+            # would cancel the calls it has made itself as well: a lease on its way back would never arrive.
+            ray.cancel(call, recursive=False)
             await asyncio.wait([asyncio.ensure_future(_ended(call))], timeout=60.0)
             raise
         except ray.exceptions.ActorDiedError:

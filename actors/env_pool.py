@@ -12,8 +12,8 @@ from typing import Any
 import ray
 
 from actors.config import DeadlinesConfig
-from actors.env_pool_core import CloseReport, EnvPoolCore, Lease, PoolSettings
-from actors.envs.fleet import FleetControl, FleetTaskEnv, close_clients
+from actors.env_pool_core import CloseReport, EnvPoolCore, Lease, NoInstance, PoolSettings
+from actors.envs.fleet import FleetControl, FleetFailure, FleetTaskEnv, close_clients
 from actors.garbage import search_seldom
 from actors.lease_table import EnvSpec
 from actors.task import Task
@@ -93,7 +93,8 @@ async def release_owner(actor: Any, owner: str, timeout_s: float) -> int:
 
 
 async def _insist(call: Callable[[float], Any], timeout_s: float) -> Any:
-    """The answer of a call that may be made twice. A pool that dies is asked again once Ray has started it anew.
+    """The answer of a call that may be made twice. A pool that dies is asked again once Ray has started it anew; one
+    that could not take its instances over, because the control plane failed, tries that again.
 
     Args:
         call: makes the actor call, given the seconds that are left for it.
@@ -105,7 +106,7 @@ async def _insist(call: Callable[[float], Any], timeout_s: float) -> Any:
         try:
             # The pool's own answer says more than ours would, so it gets the time to arrive.
             return await asyncio.wait_for(call(left_s), left_s + 10.0)
-        except ray.exceptions.RayActorError:
+        except (ray.exceptions.RayActorError, FleetFailure):
             if loop.time() + RESTART_PAUSE_S >= deadline:
                 raise
         await asyncio.sleep(RESTART_PAUSE_S)
@@ -172,7 +173,10 @@ class EnvPoolClient(PoolClient):
         )
         try:
             return await asyncio.shield(acquiring)
-        except (asyncio.CancelledError, TimeoutError):
+        except NoInstance:
+            raise
+        except BaseException:
+            # A pool that died with its answer under way has the lease in its table, and so has the next one.
             self._keep(self._withdraw(lease_id, acquiring))
             raise
 
@@ -182,7 +186,7 @@ class EnvPoolClient(PoolClient):
         if not acquiring.done():
             self._actor.release.remote(lease_id, True)
         await asyncio.wait([acquiring])
-        if acquiring.exception() is None or isinstance(acquiring.exception(), TimeoutError):
+        if not isinstance(acquiring.exception(), NoInstance):
             await _insist(lambda _: self._actor.release.remote(lease_id, True), RELEASE_TIMEOUT_S)
 
     async def release(self, lease_id: str, reusable: bool) -> bool:

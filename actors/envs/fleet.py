@@ -866,8 +866,11 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         self._ready = False
         if self._instance is None:
             return
-        if self._tools is not None and reusable:
-            await self._tools.close()
+        try:
+            if self._tools is not None and reusable:
+                await self._tools.close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the lease must go back
+            logger.warning("MCP sessions of %s were not ended: %s", self._instance["instance_id"], error)
         try:
             async with asyncio.timeout(self._deadlines.close):
                 if self._lease is None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import ray
 
+from actors.conductor import Conductor, ConductorSettings
 from actors.config import DeadlinesConfig
 from actors.env_pool import EnvPoolClient, PoolSettings, create_env_pool
 from actors.env_pool_core import NoInstance
-from actors.envs.fleet import close_clients
+from actors.envs.fleet import FleetFailure, close_clients
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import EnvSpec
+from actors.rollout_worker import GroupOrder
 from actors.task import parse_task
-from actors.trajectory import Graded
+from actors.trajectory import Graded, Group
 from serve.ray_start import start_ray
+from serve.sampling import Sampling
 from tests.fleet_faults import KEY, LocalFleet
+from train.data.sampler import TaskSampler
 
 TASK = parse_task(
     {
@@ -110,3 +115,70 @@ async def test_an_actor_that_died_comes_back_with_its_leases(actor, client, loca
     assert lease.instance["instance_id"] in local_fleet.running()
     assert (await actor.close_all.remote()).left == ()
     assert local_fleet.running() == []
+
+
+@ray.remote(num_cpus=0)
+class SlowPool:
+    """Takes leases back, slowly, and only after it has failed for some time."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self._failures = failures
+        self._released = []
+
+    async def acquire(self, spec, timeout_s, owner, lease_id):
+        raise FleetFailure("the control plane is away", transient=True, status=503)
+
+    async def release(self, lease_id, reusable):
+        if self._failures > 0:
+            self._failures -= 1
+            raise FleetFailure("the control plane is away", transient=True, status=503)
+        await asyncio.sleep(1.0)
+        self._released.append(lease_id)
+        return True
+
+    async def released(self):
+        return self._released
+
+
+@ray.remote(num_cpus=0)
+class Releasing:
+    """A RolloutWorker whose groups consist of nothing but giving a lease back."""
+
+    def __init__(self, pool: Any) -> None:
+        self._client = EnvPoolClient(pool)
+
+    async def evaluate_group(self, order: GroupOrder) -> Group:
+        await self._client.release("the lease", True)
+        return Group(order.group_id, order.task.task_key, order.task.env_key, [])
+
+
+async def until_released(pool):
+    deadline = time.monotonic() + 20
+    while not (released := await pool.released.remote()):
+        assert time.monotonic() < deadline, "the lease is still held"
+        await asyncio.sleep(0.1)
+    return released
+
+
+async def test_a_group_that_is_cancelled_does_not_take_the_releases_under_way_with_it(actor):
+    pool = SlowPool.remote()
+    worker = Releasing.remote(pool)
+    await worker.__ray_ready__.remote()
+    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0)
+    conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], None)
+    assert await conductor.evaluate.remote("e", [TASK], 1, Sampling(), 0.5) == []
+    assert await until_released(pool) == ["the lease"]
+
+
+async def test_a_lease_is_given_back_once_a_restarted_pool_could_take_its_instances_over(actor):
+    pool = SlowPool.remote(failures=2)
+    assert await EnvPoolClient(pool).release("the lease", True)
+    assert await until_released(pool) == ["the lease"]
+
+
+async def test_an_acquire_that_fails_for_any_reason_is_withdrawn(actor):
+    """The lease may stand in the table that the pool left behind."""
+    pool = SlowPool.remote()
+    with pytest.raises(FleetFailure, match="the control plane is away"):
+        await EnvPoolClient(pool).acquire(EnvSpec.of(TASK), 1.0)
+    assert len(await until_released(pool)) == 1
