@@ -44,12 +44,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from serve.config import PolicyConfig
+from serve.engine_errors import EngineDead, GenerateTimeout, RequestRefused
+from serve.fork_server import ForkContext, start_fork_server
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder
 from serve.snapshot_header import check_shapes
@@ -81,18 +84,6 @@ def _check_vllm_version(version: str) -> None:
 
 
 _check_vllm_version(vllm.__version__)
-
-
-class EngineDead(RuntimeError):
-    """The engine answers nothing any more. The message says why; the replica must be replaced."""
-
-
-class RequestRefused(ValueError):
-    """A request the engine cannot run; the next one may be fine. The message says what is wrong with it."""
-
-
-class GenerateTimeout(TimeoutError):
-    """A request was not answered in time and was aborted."""
 
 
 @dataclass
@@ -390,6 +381,10 @@ class Engine:
     def requests_in_flight(self) -> int:
         return len(self._requests)
 
+    @property
+    def dead(self) -> bool:
+        return self._death is not None
+
     def require_alive(self) -> None:
         """Raise :class:`EngineDead` once it is."""
         if self._death is not None:
@@ -420,7 +415,15 @@ class Engine:
 
 
 def _build(config: PolicyConfig, model_path: str | Path) -> AsyncLLM:
-    return AsyncLLM.from_engine_args(_engine_args(config, model_path))
+    arguments = _engine_args(config, model_path)
+    if not start_fork_server(config):
+        return AsyncLLM.from_engine_args(arguments)
+    # In a Ray actor vLLM insists on a process that begins from nothing, and it has no setting for a third way.
+    own, engine_utils.get_mp_context = engine_utils.get_mp_context, ForkContext
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    finally:
+        engine_utils.get_mp_context = own
 
 
 def _engine_args(config: PolicyConfig, model_path: str | Path) -> AsyncEngineArgs:

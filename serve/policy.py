@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from serve.config import PolicyConfig
+from serve.engine_errors import EngineDead
+from serve.fork_server import start_fork_server
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder, remove_abandoned
 from serve.side_thread import in_thread
@@ -31,6 +34,8 @@ HEALTH_PERIOD_S = 2.0
 STATUS_POLL_S = 0.2
 SHUTDOWN_TIMEOUT_S = 30.0
 CONSTRUCTOR_TRIES = 2
+GENERATE_TRIES = 3
+RETRY_PAUSE_S = 1.0  # for the router to learn of a death
 ROLL_CALL_TIMEOUT_S = 10.0  # a replica answers at once, whatever its engine does
 # Serve's defaults favour user code that blocks: they run it, and each caller's router, on threads of their own. Ours
 # never blocks, and the hops between threads cost more than the request itself.
@@ -59,7 +64,11 @@ class Collective(Protocol):
 
 
 class Policy:
-    """One replica: an engine that holds the published weights, or is unhealthy."""
+    """One replica: an engine that holds the published weights, or is unhealthy.
+
+    An engine that dies is replaced here, which takes the time to load the model; Serve replaces a replica, which has to
+    import vLLM first. Requests wait meanwhile, and those that were in the dead engine begin again.
+    """
 
     async def __init__(self, config: PolicyConfig, model_path: str, weight_store: Any | None, app_name: str) -> None:
         """Returns once the engine runs with the version the weight store has published.
@@ -67,46 +76,89 @@ class Policy:
         Args:
             weight_store: actor handle of :class:`actors.weight_store.WeightStore`; ``None`` serves the model as it is.
         """
-        from serve.engine import Engine, EngineDead  # vLLM takes seconds to import; callers of the policy do without
-
-        began = time.monotonic()
         remove_abandoned()
+        self._config = config
+        self._model_path = model_path
         self._app_name = app_name
         self._store = weight_store
         self._catching_up = asyncio.Lock()
         self._abandoned = 0  # version of the last update that the learner gave up
         self._report: UpdateReport | None = None
         self._replica = serve.get_replica_context().replica_id.unique_id
+        self._renewal: asyncio.Task[None] | None = None  # under way, or failed
+        self._closing = False
+        self._ended: Counter[str] = Counter()  # what the engines before this one did
+        start_fork_server(config)
+        await self._start_engine()
+
+    async def _start_engine(self) -> None:
+        """Returns once there is one that holds what is published."""
+        from serve.engine import Engine  # vLLM takes seconds to import; callers of the policy do without
+
+        began = time.monotonic()
+        limit_s = self._config.startup_timeout_s
         version, ref = await self._published()
-        self._folder = SharedFolder(app_name)
+        self._folder = SharedFolder(self._app_name)
         at_model_path = version if ref is None else 0
-        self._engine: Engine = await Engine.start(config, model_path, self._folder, at_model_path)
+        self._engine: Engine = await Engine.start(self._config, self._model_path, self._folder, at_model_path)
         engine_s = time.monotonic() - began
         try:
-            async with asyncio.timeout(config.startup_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self._catch_up(wait=True)
         except BaseException as error:
             await self._engine.shutdown()
             if isinstance(error, TimeoutError):
-                late = f"the snapshot of the newest version did not arrive within {config.startup_timeout_s:g} s"
+                late = f"the snapshot of the newest version did not arrive within {limit_s:g} s"
                 raise EngineDead(late) from None
             raise
         logger.info("replica %s serves version %d, engine up in %.1f s", self._replica, self._engine.version, engine_s)
 
+    async def _living_engine(self) -> Engine:
+        """The engine that requests may be given; another one, if it has died.
+
+        Raises:
+            EngineDead: there will be none in this replica.
+        """
+        if self._engine.dead:
+            self._begin_renewal()
+        if self._renewal is not None:
+            await asyncio.shield(self._renewal)
+        return self._engine
+
+    def _begin_renewal(self) -> None:
+        if self._renewal is None and not self._closing:
+            self._renewal = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        dead = self._engine
+        if dead.finished_requests < 2:
+            dead.require_alive()  # it answered nothing since its start: another one would fare no better
+        logger.warning("replica %s: a new engine takes the place of the one that died", self._replica)
+        self._ended.update(finished_requests=dead.finished_requests, sampled_tokens=dead.sampled_tokens)
+        await self._start_engine()
+        self._renewal = None
+
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, request_id: str, cache_salt: str | None
     ) -> Completion:
-        """See :meth:`serve.engine.Engine.generate`."""
-        return await self._engine.generate(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
+        """See :meth:`serve.engine.Engine.generate`. A request whose engine dies begins again, once."""
+        engine = await self._living_engine()
+        try:
+            return await engine.generate(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
+        except EngineDead:
+            engine = await self._living_engine()
+        return await engine.generate(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
 
     async def roll_call(self) -> Member:
         """What a publication needs to know of this replica.
 
         Raises:
-            EngineDead: it is waiting to be replaced.
+            EngineDead: it has none that is ready.
         """
         self._engine.require_alive()
-        return Member(self._replica, self._engine.gpus, self._engine.version)
+        if self._renewal is not None:
+            raise EngineDead("a new engine is being started")
+        return Member(self._replica, self._engine.gpus, self._engine.version, self._engine.epoch)
 
     async def join_group(self, invitation: Invitation) -> dict[str, Any]:
         """Join the broadcast group, if invited. Returns ``replica`` and ``error`` (``None`` if all went well)."""
@@ -122,7 +174,7 @@ class Policy:
             ``replica``, ``version`` as it is now, ``error`` (``None`` if all went well), and of the last update
             ``seconds`` by phase and ``checksums`` of the tensors that were compared.
         """
-        result = await self._answer(self._catch_up())
+        result = await self._answer(self._catch_up_alive())
         if result["error"] is None and result["version"] != version:
             result["error"] = f"it holds version {result['version']}, not {version}"
         return result
@@ -165,6 +217,10 @@ class Policy:
         if self._report is not None:
             result |= {"seconds": self._report.seconds, "checksums": self._report.checksums}
         return result
+
+    async def _catch_up_alive(self) -> None:
+        await self._living_engine()
+        await self._catch_up()
 
     async def _catch_up(self, wait: bool = False) -> None:
         """Load what the weight store has published, until it has nothing newer.
@@ -209,8 +265,8 @@ class Policy:
             "replica": self._replica,
             "version": engine.version,
             "requests_in_flight": engine.requests_in_flight,
-            "finished_requests": engine.finished_requests,
-            "sampled_tokens": engine.sampled_tokens,
+            "finished_requests": engine.finished_requests + self._ended["finished_requests"],
+            "sampled_tokens": engine.sampled_tokens + self._ended["sampled_tokens"],
         }
 
     async def check_health(self) -> None:
@@ -219,10 +275,21 @@ class Policy:
         Also closes the gap in which weights were published while this replica was not yet known to those who announce
         them.
         """
-        await self._engine.check()
-        await self._catch_up()
+        if self._renewal is None:
+            try:
+                await self._engine.check()
+                await self._catch_up()
+            except EngineDead:
+                self._begin_renewal()
+        # It has a deadline of its own, and the replica is healthy until it has failed.
+        if self._renewal is not None and self._renewal.done():
+            self._renewal.result()
 
     async def __del__(self) -> None:
+        self._closing = True
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.wait([self._renewal])
         await self._engine.shutdown()
 
 
@@ -254,16 +321,25 @@ class PolicyClient:
         Args:
             session_id: requests of one session meet the replica that knows their prefix.
 
+        The caller bounds the time it takes. A turn whose replica dies begins again on another, or on its successor: it
+        has changed nothing, and its prompt holds all of the episode.
+
         Raises:
-            RayError: the replica died or cannot be reached.
+            RayError: one replica after the other died or could not be reached.
         """
         handle = self._requests.options(session_id=session_id) if self._sticky and session_id else self._requests
-        response = handle.generate.remote(list(prompt_ids), sampling, request_id, cache_salt)
-        try:
-            return await response
-        except asyncio.CancelledError:
-            response.cancel()  # else the replica would go on sampling for nobody
-            raise
+        for attempt in range(1, GENERATE_TRIES + 1):
+            response = handle.generate.remote(list(prompt_ids), sampling, request_id, cache_salt)
+            try:
+                return await response
+            except asyncio.CancelledError:
+                response.cancel()  # else the replica would go on sampling for nobody
+                raise
+            except RayError as error:
+                if attempt == GENERATE_TRIES or not _died(error):
+                    raise
+                logger.info("request %s begins again elsewhere: %s", request_id, error)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     def update(self, version: int, timeout_s: float) -> list[dict[str, Any]]:
         """Have all replicas load the newest published weights at once, and wait for them.
@@ -377,6 +453,11 @@ class PolicyClient:
         """
         if ray.is_initialized() and self._app_name in serve.status().applications:
             serve.delete(self._app_name)
+
+
+def _died(error: RayError) -> bool:
+    """Whether the replica is at fault, and not the request."""
+    return isinstance(error, EngineDead) or not isinstance(error, RayTaskError)
 
 
 class _Replicas:

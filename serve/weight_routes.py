@@ -29,11 +29,13 @@ class Member:
         replica: Serve's id of it.
         gpus: UUID of the GPU of each of its engine's workers, in rank order; ``None`` for one without a GPU.
         version: of the weights it holds.
+        epoch: of the broadcast group its engine has joined; ``None`` for none.
     """
 
     replica: str
     gpus: tuple[str | None, ...]
     version: int
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)

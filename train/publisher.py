@@ -207,7 +207,9 @@ class _Sending:
     def meet(self, members: Sequence[Member], epoch: int) -> bool:
         """Make a group of these members, unless they are those of the last one. Returns whether there is one."""
         names = frozenset(member.replica for member in members)
-        if self._group is not None and names == self._group_members:
+        # An engine that took the place of a dead one has its replica's name, and is in no group.
+        joined = self._group is not None and {member.epoch for member in members} == {self._group.epoch}
+        if joined and names == self._group_members:
             return True
         self.abort()
         load_communicator(self._device)

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load
 
 from serve.config import PolicyConfig
-from serve.engine import Engine, EngineDead
+from serve.engine import Engine
+from serve.engine_errors import EngineDead
 from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder, remove_abandoned
 from serve.snapshot_header import SnapshotError, check_shapes, read_header

@@ -17,18 +17,19 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
 
 def engines_of(app: str) -> list[psutil.Process]:
     """Engine processes of an application's replicas."""
-    return [p for p in psutil.process_iter() if "EngineCore" in _name(p) and f"ServeReplica:{app}" in _parent(p)]
+    return [p for p in psutil.process_iter() if "EngineCore" in _name(p) and replica_of(p, app) is not None]
 
 
-def _name(process: psutil.Process | None) -> str:
+def replica_of(engine: psutil.Process, app: str = "") -> psutil.Process | None:
+    """The process of the replica that an engine's process belongs to."""
     try:
-        return " ".join([process.name(), *process.cmdline()]) if process else ""
+        return next((p for p in engine.parents() if f"ServeReplica:{app}" in _name(p)), None)
     except psutil.Error:
-        return ""
+        return None
 
 
-def _parent(process: psutil.Process) -> str:
+def _name(process: psutil.Process) -> str:
     try:
-        return _name(process.parent())
+        return " ".join([process.name(), *process.cmdline()])
     except psutil.Error:
         return ""

@@ -10,14 +10,14 @@ import torch
 
 from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
-from serve.engine import EngineDead, RequestRefused
+from serve.engine_errors import EngineDead, RequestRefused
 from serve.policy import PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.ray_start import start_ray
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SHARED_MEMORY
 from serve.snapshot_header import read_header
 from serve.weight_transfer import pack_weights
-from tests.e2e.policies import engines_of, until
+from tests.e2e.policies import engines_of, replica_of, until
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
 
 APP = f"fleet-rl-test-{os.getpid()}"
@@ -147,31 +147,55 @@ def test_an_announced_version_that_was_not_published_is_an_error_that_names_the_
     assert client.versions() == [1, 1]
 
 
+def test_a_killed_engine_is_replaced_within_seconds_and_its_requests_begin_again(client, store, model):
+    weights = perturbed_weights(model, seed=4)
+    version = publish(store, weights)
+    client.update(version, 60)
+    replicas, counted = {s["replica"] for s in client.stats()}, finished(client)
+    victim = engines_of(APP)[0]
+    ended = asyncio.run(sampled_while(client, victim.kill))
+    until(lambda: len(engines_of(APP)) == 2 and len(client.roll_call()) == 2, 15, "there are two engines again")
+    assert victim.pid not in {engine.pid for engine in engines_of(APP)}
+    assert all(sum(end - start for _, start, end in turn.spans) == len(turn.token_ids) for turn in ended)
+    assert {span[0] for turn in ended for span in turn.spans} == {version}
+    assert client.versions() == [version] * 2 and {s["replica"] for s in client.stats()} == replicas
+    assert finished(client) >= counted + len(ended), "what the dead engine did counts as well"
+    for turn in turns(client, n=8):
+        assert turn.spans == [(version, 0, len(turn.token_ids))]
+        assert error(turn, model, weights) < 1e-3
+
+
+def finished(client):
+    return sum(s["finished_requests"] for s in client.stats())
+
+
+async def sampled_while(client, happens):
+    """Long turns of many sessions, under which something happens."""
+    calls = [
+        client.generate(PROMPT, Sampling(max_tokens=490, seed=i), request_id=f"r{i}", session_id=f"s{i}")
+        for i in range(16)
+    ]
+    running = asyncio.gather(*calls)
+    await asyncio.sleep(0.1)
+    happens()
+    return await running
+
+
 def test_a_replica_that_comes_back_holds_what_was_published(client, store, model):
     """One replica is killed, the other one fails an update: both are replaced, and serve the newest weights only."""
     assert len(engines_of(APP)) == len(folders()) == 2
     victim = engines_of(APP)[0]
-
-    async def kill_under_requests():
-        calls = [
-            client.generate(PROMPT, Sampling(max_tokens=490, seed=i), request_id=f"r{i}", session_id=f"s{i}")
-            for i in range(16)
-        ]
-        running = asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        victim.parent().kill()
-        return await running
-
-    ended = asyncio.run(kill_under_requests())
-    assert any(isinstance(one, ray.exceptions.RayError) for one in ended)
-    assert all(isinstance(one, (ray.exceptions.RayError, Completion)) for one in ended)
+    replica = replica_of(victim)
+    ended = asyncio.run(sampled_while(client, replica.kill))
+    assert all(isinstance(one, Completion) for one in ended), "turns begin again on the other replica"
     victim.wait(10)  # vLLM's process ends with its replica
-    until(lambda: len(folders()) == 1, 10, "the killed replica's files go")
+    until(lambda: not [f for f in folders() if f"-{replica.pid}-" in f.name], 10, "the killed replica's files go")
 
     broken = {name: torch.full_like(w, torch.nan) for name, w in perturbed_weights(model, seed=2).items()}
     (survivor,) = (p for p in engines_of(APP) if p.pid != victim.pid)
-    with pytest.raises(PolicyUpdateError, match="update to version 2"):
-        client.update(publish(store, broken), 60)
+    version = publish(store, broken)
+    with pytest.raises(PolicyUpdateError, match=f"update to version {version}"):
+        client.update(version, 60)
     survivor.wait(10)
     with pytest.raises((EngineDead, ray.exceptions.RayError)):
         turns(client)
