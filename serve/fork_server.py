@@ -25,8 +25,11 @@ _environment: dict[str, str] | None = None
 _folder: SharedFolder | None = None
 
 
-def start_fork_server(config: PolicyConfig) -> bool:
+def start_fork_server(config: PolicyConfig, label: str = "engine") -> bool:
     """Begin to import the engine over there, unless that was begun already. Returns at once.
+
+    Args:
+        label: makes the name of its folder readable.
 
     Returns:
         Whether engines of this configuration can be forked there. What is read at import cannot be changed afterwards.
@@ -39,7 +42,7 @@ def start_fork_server(config: PolicyConfig) -> bool:
         multiprocessing.set_forkserver_preload(MODULES)
         os.environ.update(environment)
         # Its socket would lie in a folder in /tmp that stays there when this process is killed.
-        _folder = SharedFolder("engines")
+        _folder = SharedFolder(f"fork-{label}")
         multiprocessing.current_process()._config["tempdir"] = os.environ[FOLDER] = str(_folder.path)
         try:
             ensure_running()

@@ -88,7 +88,7 @@ class Policy:
         self._renewal: asyncio.Task[None] | None = None  # under way, or failed
         self._closing = False
         self._ended: Counter[str] = Counter()  # what the engines before this one did
-        start_fork_server(config)
+        start_fork_server(config, app_name)
         await self._start_engine()
 
     async def _start_engine(self) -> None:
