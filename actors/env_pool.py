@@ -89,10 +89,10 @@ async def release_owner(actor: Any, owner: str, timeout_s: float) -> int:
     Raises:
         RayActorError: the pool is gone for good, or did not come back in time.
     """
-    return await _insist(lambda left_s: actor.release_owner.remote(owner), timeout_s)
+    return await insist(lambda left_s: actor.release_owner.remote(owner), timeout_s)
 
 
-async def _insist(call: Callable[[float], Any], timeout_s: float) -> Any:
+async def insist(call: Callable[[float], Any], timeout_s: float) -> Any:
     """The answer of a call that may be made twice. A pool that dies is asked again once Ray has started it anew; one
     that could not take its instances over, because the control plane failed, tries that again.
 
@@ -169,7 +169,7 @@ class EnvPoolClient(PoolClient):
     async def acquire(self, spec: EnvSpec, timeout_s: float) -> Lease:
         lease_id = uuid.uuid4().hex
         acquiring = asyncio.create_task(
-            _insist(lambda left_s: self._actor.acquire.remote(spec, left_s, self._owner, lease_id), timeout_s)
+            insist(lambda left_s: self._actor.acquire.remote(spec, left_s, self._owner, lease_id), timeout_s)
         )
         try:
             return await asyncio.shield(acquiring)
@@ -187,12 +187,12 @@ class EnvPoolClient(PoolClient):
             self._actor.release.remote(lease_id, True)
         await asyncio.wait([acquiring])
         if not isinstance(acquiring.exception(), NoInstance):
-            await _insist(lambda _: self._actor.release.remote(lease_id, True), RELEASE_TIMEOUT_S)
+            await insist(lambda _: self._actor.release.remote(lease_id, True), RELEASE_TIMEOUT_S)
 
     async def release(self, lease_id: str, reusable: bool) -> bool:
         # A lease that a dying pool was given back is still lent in the table it left behind. A pool may take longer to
         # come back than an episode has for its close: whoever gives up waiting does not end the call.
-        call = _insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
+        call = insist(lambda _: self._actor.release.remote(lease_id, reusable), RELEASE_TIMEOUT_S)
         return await asyncio.shield(self._keep(call))
 
     def _keep(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -141,6 +141,22 @@ def _find(life: Life, kind: str, rng: random.Random) -> psutil.Process | None:
     return rng.choice(found) if found else None
 
 
+def strike_one(life: Life, kind: str, rng: random.Random) -> psutil.Process:
+    """One blow. Returns the victim: one of its kind, chosen at random.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    victim = _find(life, kind, rng)
+    if victim is None:
+        raise RuntimeError(f"no process of kind {kind} to strike:\n{''.join(life.lines[-20:])}")
+    if kind == "driver":
+        life.kill()
+    else:
+        _strike(victim, VICTIMS[kind].blow)
+    return victim
+
+
 def strike(kind: str, name: str, out: Path, rng: random.Random) -> float:
     """One run with one blow. Returns the seconds until the next trained step.
 
@@ -152,15 +168,10 @@ def strike(kind: str, name: str, out: Path, rng: random.Random) -> float:
     after = rng.randrange(1, STEPS - 1)
     life.wait_for(lambda: any(step >= after for step in life.steps), deadline)
     time.sleep(rng.uniform(0, 0.5))
-    victim = _find(life, kind, rng)
-    if victim is None:
-        raise RuntimeError(f"no process of kind {kind} to strike:\n{''.join(life.lines[-20:])}")
     struck, trained = time.monotonic(), max(life.steps)
+    victim = strike_one(life, kind, rng)
     if kind == "driver":
-        life.kill()
         life = Life.begin(name, out, resume=True)
-    else:
-        _strike(victim, VICTIMS[kind].blow)
     life.wait_for(lambda: any(when > struck and step > trained for step, when in life.steps.items()), deadline)
     recovered = next((when for step, when in sorted(life.steps.items()) if step > trained and when > struck), None)
     life.wait_for(lambda: False, deadline)

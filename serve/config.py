@@ -19,6 +19,12 @@ class PolicyConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_replicas: int = Field(1, ge=1, description="vLLM engines; each holds the whole model")
+    eval_replicas: int = Field(
+        0,
+        ge=0,
+        description="further engines, for evaluations beside training alone (trainer.eval_interval): they stay at the "
+        "version an evaluation began with; 0: such evaluations share the others, whose weights move on meanwhile",
+    )
     num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a replica")
     num_gpus: float = Field(0.0, ge=0, description="GPUs of a replica; 0 is the CPU build of vLLM")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs over which one replica splits the model")

@@ -19,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -139,6 +139,7 @@ class Engine:
         self._open.set()
         self._update_lock = asyncio.Lock()
         self._death: str | None = None
+        self._died = asyncio.Event()
         self.finished_requests = 0
         self.sampled_tokens = 0
 
@@ -264,7 +265,8 @@ class Engine:
             self.epoch = None
             try:
                 async with asyncio.timeout(invitation.timeout_s + GRACE_S):
-                    await self._llm.collective_rpc("fleet_rl_join", args=(asdict(invitation), offset))
+                    joining = self._llm.collective_rpc("fleet_rl_join", args=(asdict(invitation), offset))
+                    await self._unless_dead(joining)
             except TimeoutError:
                 await self._die(f"joining the broadcast group took over {invitation.timeout_s + GRACE_S:g} s")
                 self.require_alive()
@@ -291,7 +293,7 @@ class Engine:
             report = UpdateReport(update.version)
             try:
                 async with asyncio.timeout(self._config.update_timeout_s) as deadline:
-                    await self._transfer(update, report)
+                    await self._unless_dead(self._transfer(update, report))
             except BaseException as error:
                 reason = f"took over {self._config.update_timeout_s:g} s" if deadline.expired() else f"failed: {error}"
                 await self._die(f"update to version {update.version} {reason}")
@@ -299,6 +301,18 @@ class Engine:
                     raise EngineDead(self._death) from error
                 raise
         return report
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``, or raise :class:`EngineDead`: a call to a process that ends meanwhile is never answered."""
+        running, died = asyncio.ensure_future(work), asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait({running, died}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                self.require_alive()
+            await running
+        finally:
+            running.cancel()
+            died.cancel()
 
     async def abandon(self, reason: str) -> None:
         """End an engine that waits for weights that will not come. Nothing happens to one that is not updating."""
@@ -404,6 +418,7 @@ class Engine:
 
     async def _end(self, reason: str, kill: bool) -> None:
         self._death = reason
+        self._died.set()
         self._llm.output_handler.cancel()  # it would report the end of the process as a fault
         if kill:
             _kill(self._llm.engine_core.resources.engine_manager.processes)

@@ -52,6 +52,12 @@ def start_fork_server(config: PolicyConfig, label: str = "engine") -> bool:
     return _environment == environment
 
 
+def close_fork_server() -> None:
+    """No more engines from here. The server ends with its owner, after all that were forked from it."""
+    if _folder is not None:
+        _folder.close()
+
+
 class _Process(ForkServerProcess):
     """It has the environment of the process that asks for it, as a spawned one would."""
 

@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from serve.config import PolicyConfig
 from serve.engine_errors import EngineDead
-from serve.fork_server import start_fork_server
+from serve.fork_server import close_fork_server, start_fork_server
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder, remove_abandoned
 from serve.side_thread import in_thread
@@ -291,6 +291,7 @@ class Policy:
             self._renewal.cancel()
             await asyncio.wait([self._renewal])
         await self._engine.shutdown()
+        close_fork_server()
 
 
 class PolicyClient:
@@ -453,6 +454,7 @@ class PolicyClient:
         """
         if ray.is_initialized() and self._app_name in serve.status().applications:
             serve.delete(self._app_name)
+            remove_abandoned()  # of replicas that were killed, for example while they started
 
 
 def _died(error: RayError) -> bool:

@@ -12,13 +12,15 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 settings.register_profile("fleet-rl", deadline=None)
 settings.load_profile("fleet-rl")
 
+WHOLE = ("e2e", "chaos")
+
 
 def pytest_collection_modifyitems(items):
     """Two workers share the tests: one has the runs of whole systems, one after the other, the other the rest by file.
 
     A whole run waits much of its time, and two at once starve each other on two cores. They take longest and go first.
     """
-    items.sort(key=lambda item: item.path.parent.name != "e2e")
+    items.sort(key=lambda item: item.path.parent.name not in WHOLE)
     for item in items:
-        whole = item.path.parent.name == "e2e"
-        item.add_marker(pytest.mark.xdist_group("e2e" if whole else item.path.stem))
+        whole = item.path.parent.name in WHOLE
+        item.add_marker(pytest.mark.xdist_group("whole" if whole else item.path.stem))

@@ -1,14 +1,17 @@
 """A real vLLM engine: what it samples, what it refuses, and how its versions change under requests in flight."""
 
 import asyncio
+import math
 import signal
+from statistics import fmean
 
 import psutil
 import pytest
 import pytest_asyncio
 
 from serve.config import PolicyConfig
-from serve.engine import Engine, EngineDead, GenerateTimeout, RequestRefused, _check_vllm_version
+from serve.engine import Engine, _check_vllm_version
+from serve.engine_errors import EngineDead, GenerateTimeout, RequestRefused
 from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder
 from serve.weight_transfer import pack_weights
@@ -159,16 +162,34 @@ def states(engine):
     return engine._llm.output_processor.request_states.values()
 
 
-async def test_keys_and_values_of_old_weights_are_reused_only_under_the_old_salt(engine, model):
-    prompt = PROMPT * 7  # many of the cache's blocks
-    first = await sample(engine, prompt, max_tokens=8, seed=1)
+async def test_a_cached_prefix_of_old_weights_is_off_policy_unless_the_version_salts_it(engine, model):
+    """What the salt is for: without one, the version after an update attends to the prompt as the version before it
+    computed it, and its tokens come from a distribution that is no version's."""
+    prompt = PROMPT * 7
+    assert len(prompt) >= 256
+    under_way = asyncio.create_task(sample(engine, prompt, max_tokens=200, seed=1))  # fills the cache and holds it
+    async with asyncio.timeout(60):
+        while not under_way.done() and not any(s.detokenizer.num_output_tokens() for s in states(engine)):
+            await asyncio.sleep(0.001)
+    old = f"v{engine.version}"
     weights = perturbed_weights(model, seed=2)
     await update(engine, weights, engine.version + 1)
-    stale = await sample(engine, prompt, max_tokens=8, seed=1, salt=first.cache_salt)
-    fresh = await sample(engine, prompt, max_tokens=8, seed=1)
-    assert fresh.cache_salt == f"v{engine.version}" != first.cache_salt
-    assert error(fresh, reference_logprobs(model, prompt, fresh.token_ids, weights=weights)) < 1e-3
-    assert error(stale, reference_logprobs(model, prompt, stale.token_ids, weights=weights)) > 1e-2
+    unsalted = await asyncio.gather(*(sample(engine, prompt, max_tokens=24, seed=i, salt=old) for i in range(4)))
+    salted = await asyncio.gather(*(sample(engine, prompt, max_tokens=24, seed=i) for i in range(4)))
+    assert (await under_way).cache_salt == old != salted[0].cache_salt == f"v{engine.version}"
+    assert {turn.spans[0][0] for turn in (*unsalted, *salted)} == {engine.version}
+    assert kl(unsalted, model, prompt, weights) > 0.01
+    assert kl(salted, model, prompt, weights) < 1e-6  # a difference of 1e-3 in every logprob makes half of it
+
+
+def kl(turns, model, prompt, weights):
+    """Of the engine to ``transformers`` with ``weights``, per sampled token: the mean of r - 1 - log r, never negative
+    and unbiased over what the engine samples (Schulman, 2020)."""
+    log_ratio = []
+    for turn in turns:
+        reference = reference_logprobs(model, prompt, turn.token_ids, weights=weights)
+        log_ratio += [b - a for a, b in zip(turn.logprobs, reference.tolist(), strict=True)]
+    return fmean(math.expm1(r) - r for r in log_ratio)
 
 
 async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):
@@ -210,3 +231,21 @@ async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine
             await answer
     core.wait(5)
     assert not folder.exists()
+
+
+async def test_an_update_ends_when_its_engine_does(model):
+    """vLLM answers no call to a process that ends meanwhile, and its replica starts another only after the update."""
+    engine = await Engine.start(CONFIG, model)
+    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    core.send_signal(signal.SIGSTOP)
+    updating = asyncio.create_task(update(engine, perturbed_weights(model, seed=1), 1))
+    await asyncio.sleep(0.3)
+    assert not updating.done()
+    core.kill()
+    with pytest.raises(EngineDead, match="vLLM's engine process ended"):
+        async with asyncio.timeout(20):
+            while True:
+                await engine.check()
+                await asyncio.sleep(0.1)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(updating, 5)

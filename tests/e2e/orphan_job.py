@@ -22,7 +22,7 @@ from actors.env_pool import EnvPool
 from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.apps.tracker_tasks import problems
 from actors.replay_buffer import ReplayBuffer
-from actors.rollout_worker import RolloutWorker, WorkerSettings
+from actors.rollout_worker import Peers, RolloutWorker, WorkerSettings
 from actors.task import parse_task
 from benchmarks.fault_soak import MODEL, ScriptedPolicy, expert_turns
 from serve.ray_start import start_ray
@@ -32,6 +32,7 @@ from train.data.sampler import TaskSampler
 
 N_SAMPLES = 4
 WORKERS = 2
+WORKER_RESTARTS = 1
 TURN_S = 0.4
 DEADLINES = DeadlinesConfig(provision=30, reset=10, generate=10, step=10, verify=20, close=10, episode=60)
 
@@ -61,23 +62,29 @@ class Job:
         self.pool = EnvPool.options(name="env_pool").remote(pool_settings, KEY, url)
         self.cleaned = ray.get(self.pool.start.remote(), timeout=60)
         self.workers = [
-            RolloutWorker.options(name=worker_name(index), num_cpus=0.1, max_concurrency=100).remote(
-                _worker(worker_name(index), url), policy, self.pool, self.buffer
-            )
+            RolloutWorker.options(
+                name=worker_name(index), num_cpus=0.1, max_concurrency=100, max_restarts=WORKER_RESTARTS
+            ).remote(_worker(worker_name(index), url))
             for index in range(WORKERS)
         ]
-        ray.get([worker.start.remote() for worker in self.workers], timeout=120)
+        peers = Peers(policy, self.pool, self.buffer)
+        ray.get([worker.start.remote(peers) for worker in self.workers], timeout=120)
         order = TaskSampler(tasks, seed=0)
         self.conductor = Conductor.options(max_concurrency=100).remote(
-            ConductorSettings(order, N_SAMPLES, Sampling(), 120.0), self.workers, self.buffer
+            ConductorSettings(order, N_SAMPLES, Sampling(), 120.0, WORKER_RESTARTS), self.workers, peers
         )
         ray.get(self.conductor.start_rollouts.remote(), timeout=30)
 
     def pids(self) -> dict[str, int]:
         """Of the pool and of each worker."""
-        actors: dict[str, Any] = {worker_name(index): worker for index, worker in enumerate(self.workers)}
-        actors["env_pool"] = self.pool
-        return {name: ray.get(a.__ray_call__.remote(_pid), timeout=30) for name, a in actors.items()}
+        return {name: self.pid(name) for name in self._actors()}
+
+    def pid(self, name: str) -> int:
+        return ray.get(self._actors()[name].__ray_call__.remote(_pid), timeout=30)
+
+    def _actors(self) -> dict[str, Any]:
+        workers = {worker_name(index): worker for index, worker in enumerate(self.workers)}
+        return {**workers, "env_pool": self.pool}
 
 
 def _pid(actor: Any) -> int:

@@ -26,7 +26,8 @@ import psutil
 def look(answers, name):
     names = ("ADDED", "CHANGED", "REMOVED", "OMP_NUM_THREADS")
     facts = {n: os.environ.get(n) for n in names} | {"imported": "wave" in sys.modules, "parent": os.getppid()}
-    facts["folders"] = [str(p) for p in SHARED_MEMORY.glob(f"fleet-rl-fork-engine-{psutil.Process(os.getppid()).ppid()}-*")]
+    owner = psutil.Process(os.getppid()).ppid()
+    facts["folders"] = [str(path) for path in SHARED_MEMORY.glob(f"fleet-rl-fork-engine-{owner}-*")]
     answers.send(facts)
     time.sleep(60 if name == "stays" else 0)
 
