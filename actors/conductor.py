@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import ray
 
-from actors.env_pool import ACTOR_NAME, release_owner
+from actors.env_pool import ACTOR_NAME, insist, release_owner
 from actors.ledger import Ledger
-from actors.rollout_worker import GroupOrder
+from actors.rollout_worker import MAX_RESTARTS, GroupOrder, Peers
 from actors.task import Task
-from actors.trajectory import Cancelled, Group, InfraFailed, Outcome
+from actors.trajectory import Cancelled, Group, InfraFailed, Outcome, StopReason, Trajectory
 from serve.sampling import Sampling
 
 TICKET_POLL_S = 5.0
 TICKETS_AT_ONCE = 64  # asked for in one call
 RELEASE_TIMEOUT_S = 20.0  # for a pool that is being started again
+RESTART_TIMEOUT_S = 120.0  # for a worker that is
+STATS_TIMEOUT_S = 10.0  # for a worker to say how far it is
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class ConductorSettings:
 
     Attributes:
         order: the training tasks in the order they are used, with a ``state_dict``.
+        worker_restarts: how often Ray starts each worker again.
         resumed: groups whose tickets the buffer has given out already, to an earlier process of the run; they go first.
         group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
     """
@@ -55,6 +60,7 @@ class ConductorSettings:
     n_samples: int
     sampling: Sampling
     group_timeout_s: float
+    worker_restarts: int = MAX_RESTARTS
     resumed: tuple[GroupOrder, ...] = ()
 
 
@@ -62,14 +68,20 @@ class ConductorSettings:
 class Conductor:
     """Named actor; every method is async and returns within its deadline."""
 
-    def __init__(self, settings: ConductorSettings, workers: list[Any], buffer: Any) -> None:
+    def __init__(self, settings: ConductorSettings, workers: list[Any], peers: Peers) -> None:
         self._settings = settings
         self._workers = workers
         self._load = [0] * len(workers)
         self._dead: set[int] = set()
+        self._deaths: Counter[int] = Counter()  # by worker
+        self._revivals: dict[int, asyncio.Task[None]] = {}  # of dead workers that may come back
         self._stats: dict[int, dict[str, Any]] = {}  # by worker: what it said last
-        self._buffer = buffer
+        self._past: Counter[str] = Counter()  # what workers had counted when they died
+        self._buffer = peers.buffer
+        self._peers = peers
         self._eval_ledger = Ledger()
+        self._eval_groups: set[asyncio.Task] = set()
+        self._eval_ends = ""  # why, once evaluations are cancelled
         self._rollouts: asyncio.Task | None = None
         self._groups: set[asyncio.Task] = set()
         self._steps: list[dict[str, float]] = []
@@ -98,9 +110,14 @@ class Conductor:
             await asyncio.wait(self._groups, timeout=timeout_s)
 
     async def evaluate(
-        self, label: str, tasks: list[Task], n: int, sampling: Sampling, timeout_s: float
+        self, label: str, tasks: list[Task], n: int, sampling: Sampling, timeout_s: float, at_once: int | None = None
     ) -> list[Group]:
-        """Attempt every task ``n`` times. Groups that broke are left out; the ledger counts them.
+        """Attempt every task ``n`` times. Episodes of a group that broke or was cancelled are there, without tokens.
+
+        Args:
+            timeout_s: of a group, from when it is given to a worker.
+            at_once: training goes on beside it, so that no more groups are with workers at the same time; ``None``: it
+                does not, and all are.
 
         Raises:
             NoWorkerLeft: there is nobody to attempt anything.
@@ -111,10 +128,23 @@ class Conductor:
         ]
         for order in orders:
             self._eval_ledger.dispatch(list(order.episode_ids))
-        groups = await asyncio.gather(*(self._evaluate(order, timeout_s) for order in orders))
-        if not self._living():
+        room = asyncio.Semaphore(at_once or len(orders))
+        method = "evaluate_group" if at_once is None else "evaluate_group_beside"
+        running = [asyncio.create_task(self._evaluate(method, order, timeout_s, room)) for order in orders]
+        self._eval_groups.update(running)
+        groups = await asyncio.gather(*running)
+        self._eval_groups.difference_update(running)
+        if not self._living() and not self._revivals:
             raise NoWorkerLeft("every rollout worker has died")
-        return [group for group in groups if group is not None]
+        return groups
+
+    async def stop_evaluations(self, reason: str, timeout_s: float) -> None:
+        """Cancel what evaluations are still at, and wait until its leases are back."""
+        self._eval_ends = reason
+        for group in self._eval_groups:
+            group.cancel()
+        if self._eval_groups:
+            await asyncio.wait(self._eval_groups, timeout=timeout_s)
 
     async def status(self) -> dict[str, Any]:
         """Counts for the progress display."""
@@ -125,8 +155,8 @@ class Conductor:
             for phase, count in one["phases"].items():
                 phases[phase] = phases.get(phase, 0) + count
         return {
-            "sampled_tokens": sum(one["sampled_tokens"] for one in stats),
-            "episodes": sum(one["episodes"] for one in stats),
+            "sampled_tokens": self._past["sampled_tokens"] + sum(one["sampled_tokens"] for one in stats),
+            "episodes": self._past["episodes"] + sum(one["episodes"] for one in stats),
             "phases": phases,
             "eval_ledger": self._eval_ledger.snapshot(),
             "error": self._rollout_error(),
@@ -141,7 +171,7 @@ class Conductor:
     async def _assign(self) -> None:
         for order in self._settings.resumed:
             self._begin(order)
-        while self._living():
+        while await self._some_living():
             tickets = await self._buffer.issue.remote(TICKET_POLL_S, TICKETS_AT_ONCE)
             if not tickets:
                 continue
@@ -150,7 +180,6 @@ class Conductor:
             await self._buffer.start.remote(groups, self._settings.order.state_dict())
             for order in orders:
                 self._begin(order)
-        raise NoWorkerLeft("every rollout worker has died")
 
     def _order(self, ticket_id: int) -> GroupOrder:
         """The next task, for that ticket."""
@@ -177,21 +206,20 @@ class Conductor:
         if outcome is not None:
             await self._buffer.abandon.remote(order.group_id, outcome)
 
-    async def _evaluate(self, order: GroupOrder, timeout_s: float) -> Group | None:
+    async def _evaluate(self, method: str, order: GroupOrder, timeout_s: float, room: asyncio.Semaphore) -> Group:
         try:
-            group = await self._on_worker("evaluate_group", order, timeout_s)
+            async with room:
+                group = await self._on_worker(method, order, timeout_s)
+        except asyncio.CancelledError:
+            group = _without_episodes(order, Cancelled(f"evaluation: {self._eval_ends}"))
         except (TimeoutError, ray.exceptions.RayError, NoWorkerLeft) as error:
-            for episode_id in order.episode_ids:
-                self._eval_ledger.end(episode_id, InfraFailed(f"evaluation: {_first_line(error)}"))
-            return None
+            group = _without_episodes(order, InfraFailed(f"evaluation: {_first_line(error)}"))
         for trajectory in group.trajectories:
             self._eval_ledger.end(trajectory.trajectory_id, trajectory.outcome)
         return group
 
     async def _on_worker(self, method: str, order: GroupOrder, timeout_s: float) -> Any:
-        living = self._living()
-        if not living:
-            raise NoWorkerLeft("every rollout worker has died")
+        living = await self._some_living()
         index = min(living, key=self._load.__getitem__)
         self._load[index] += 1
         call = getattr(self._workers[index], method).remote(order)
@@ -203,7 +231,7 @@ class Conductor:
             ray.cancel(call, recursive=False)
             await asyncio.wait([asyncio.ensure_future(_ended(call))], timeout=60.0)
             raise
-        except ray.exceptions.ActorDiedError:
+        except ray.exceptions.RayActorError:
             await self._bury(index)
             raise
         finally:
@@ -212,19 +240,56 @@ class Conductor:
     def _living(self) -> list[int]:
         return [index for index in range(len(self._workers)) if index not in self._dead]
 
+    async def _some_living(self) -> list[int]:
+        """Those that can be given work; waits for one that is being started again.
+
+        Raises:
+            NoWorkerLeft: there is none, and none will come back.
+        """
+        while not (living := self._living()):
+            if not self._revivals:
+                raise NoWorkerLeft("every rollout worker has died")
+            await asyncio.wait(self._revivals.values(), return_when=asyncio.FIRST_COMPLETED)
+        return living
+
     async def _ask(self, index: int) -> None:
         try:
-            self._stats[index] = await self._workers[index].stats.remote()
-        except ray.exceptions.ActorDiedError:
+            stats = await asyncio.wait_for(self._workers[index].stats.remote(), STATS_TIMEOUT_S)
+        except TimeoutError:
+            return  # what it said last stays
+        except ray.exceptions.RayActorError:
+            stats = None
+        if stats is None:
             await self._bury(index)
+        elif index not in self._dead:
+            self._stats[index] = stats
 
     async def _bury(self, index: int) -> None:
-        """A worker is dead: it gets no more work, what it counted stays, and its leases go back to the pool."""
+        """A worker is dead: it gets no more work, and its leases go back to the pool before it is made ready again."""
         if index in self._dead:
             return
         self._dead.add(index)
-        if index in self._stats:
-            self._stats[index] = self._stats[index] | {"phases": {}}
+        self._deaths[index] += 1
+        if counted := self._stats.pop(index, None):
+            self._past.update(sampled_tokens=counted["sampled_tokens"], episodes=counted["episodes"])
+        if self._deaths[index] <= self._settings.worker_restarts:
+            self._revivals[index] = asyncio.create_task(self._revive(index))
+        else:
+            await self._release_leases(index)
+
+    async def _revive(self, index: int) -> None:
+        try:
+            # The next one has the same name: what is released later could be a lease of its own.
+            await self._release_leases(index)
+            await insist(lambda _: self._workers[index].start.remote(self._peers), RESTART_TIMEOUT_S)
+            self._dead.discard(index)
+            logger.warning("%s works again", worker_name(index))
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("%s did not come back: %s", worker_name(index), _first_line(error))
+        finally:
+            del self._revivals[index]
+
+    async def _release_leases(self, index: int) -> None:
         name = worker_name(index)
         try:
             returned = await release_owner(ray.get_actor(ACTOR_NAME), name, RELEASE_TIMEOUT_S)
@@ -233,6 +298,29 @@ class Conductor:
             logger.warning("%s died, and its leases could not be given back: %s", name, _first_line(error))
             return
         logger.warning("%s died; %d leases of it were given back", name, returned)
+
+
+def _without_episodes(order: GroupOrder, outcome: Outcome) -> Group:
+    """A group of which nothing is known but how it ended."""
+    task = order.task
+    trajectories = [
+        Trajectory(
+            trajectory_id=episode_id,
+            task_key=task.task_key,
+            env_key=task.env_key,
+            group_id=order.group_id,
+            sample_index=index,
+            ids=np.zeros(0, np.int32),
+            mask=np.zeros(0, np.uint8),
+            logprobs=np.zeros(0, np.float32),
+            prompt_length=0,
+            spans=[],
+            stop_reason=StopReason.ERROR,
+            outcome=outcome,
+        )
+        for index, episode_id in enumerate(order.episode_ids)
+    ]
+    return Group(order.group_id, task.task_key, task.env_key, trajectories)
 
 
 async def _ended(call: Any) -> None:

@@ -44,6 +44,11 @@ class DeadlinesConfig(Section):
         """The longest an instance can be held, in seconds."""
         return self.reset + self.episode + self.verify + self.close
 
+    @property
+    def group(self) -> float:
+        """The longest a group may take, in seconds: its episodes run side by side."""
+        return self.provision + self.budget + 30.0
+
 
 class GeneratorConfig(Section):
     """Episodes: how many, how long, and how they are sampled."""
@@ -72,7 +77,18 @@ class GeneratorConfig(Section):
     num_workers: int = Field(1, ge=1, description="RolloutWorker actors")
     worker_num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a RolloutWorker")
     max_inflight_episodes: int = Field(768, ge=1, description="episodes running at once, over all workers")
+    eval_max_inflight_episodes: int | None = Field(
+        None,
+        ge=1,
+        description="of these, at most so many of an evaluation beside training (trainer.eval_interval); default: a "
+        "quarter",
+    )
     deadlines: DeadlinesConfig = DeadlinesConfig()
+
+    @property
+    def eval_episodes_beside_training(self) -> int:
+        """Episodes of an evaluation that run at once while training goes on."""
+        return self.eval_max_inflight_episodes or max(self.max_inflight_episodes // 4, self.eval_n_samples_per_prompt)
 
 
 class EnvironmentConfig(Section):

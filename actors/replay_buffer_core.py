@@ -308,15 +308,20 @@ class ReplayBufferCore:
             self._move(ticket, TicketState.TRAINING)
         return batch
 
-    def acknowledge(self, version: int) -> None:
-        """The batch in training has been trained on, and its weights are published as ``version``."""
+    def acknowledge(self, version: int | None) -> None:
+        """The batch in training has been trained on, and its weights are published as ``version``.
+
+        ``None``: it was used in another way, and the weights are those they were.
+        """
         if not self._counts[TicketState.TRAINING]:
             raise TicketError(f"version {version} is acknowledged, but no batch is in training")
-        self._check_newer(version)
+        if version is not None:
+            self._check_newer(version)
         for ticket in self._in(TicketState.TRAINING):
             self._move(ticket, TicketState.TRAINED)
         self.trained_steps += 1
-        self.advance(version)
+        if version is not None:
+            self.advance(version)
 
     def give_back(self) -> None:
         """The batch in training was not trained on: its groups wait again, in their old order."""

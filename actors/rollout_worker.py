@@ -25,6 +25,8 @@ from actors.trajectory import Group, Trajectory
 from serve.policy import PolicyClient
 from serve.sampling import Completion, Sampling
 
+MAX_RESTARTS = 3  # of one that dies
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +45,22 @@ class WorkerSettings:
     openenv: dict[str, str] = field(default_factory=dict)  # URL of the OpenEnv server of an env_key
     openenv_max_sessions: int = 32  # at once with each of them
     partial_reward: bool = False
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Whom a RolloutWorker works with.
+
+    Attributes:
+        pool: handle of :class:`actors.env_pool.EnvPool`, ``None`` where no task is Fleet's.
+        buffer: handle of :class:`actors.replay_buffer.ReplayBuffer`.
+        eval_policy: for evaluations beside training; ``None``: ``policy``.
+    """
+
+    policy: PolicyClient
+    pool: Any
+    buffer: Any
+    eval_policy: PolicyClient | None = None
 
 
 @dataclass(frozen=True)
@@ -110,14 +128,21 @@ class EpisodeRunner:
         self.sampled_tokens = 0
         self.episodes = 0
 
-    async def run_group(self, order: GroupOrder, on_first_turn: Callable[[], object] | None = None) -> Group:
+    async def run_group(
+        self,
+        order: GroupOrder,
+        on_first_turn: Callable[[], object] | None = None,
+        policy: PolicyClient | None = None,
+    ) -> Group:
         """All episodes of a group. If one is cancelled or breaks, its siblings are cancelled and closed first.
 
-        ``on_first_turn`` is called once, when the first of the episodes asks for its first turn.
+        Args:
+            on_first_turn: is called once, when the first of the episodes asks for its first turn.
+            policy: another one than the runner's own.
         """
-        generate = (
-            self._policy.generate if on_first_turn is None else announced_once(self._policy.generate, on_first_turn)
-        )
+        generate: Generate = (policy or self._policy).generate
+        if on_first_turn is not None:
+            generate = announced_once(generate, on_first_turn)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(self._run_episode(order, index, episode_id, generate))
@@ -162,27 +187,28 @@ class EpisodeRunner:
         return counts
 
 
-@ray.remote
+@ray.remote(max_restarts=MAX_RESTARTS)
 class RolloutWorker:
-    """The actor shell: settings in, committed groups out."""
+    """The actor shell: settings in, committed groups out. One that was restarted must be given ``start`` again."""
 
-    def __init__(self, settings: WorkerSettings, policy: PolicyClient, pool: Any, buffer: Any) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._policy = policy
-        self._pool = pool
-        self._buffer = buffer
+        self._buffer: Any = None
+        self._eval_policy: PolicyClient | None = None
         self._runner: EpisodeRunner | None = None
         self._commit = Coalescer(self._send_groups)
         self._generating = Coalescer(self._send_notes)
 
-    async def start(self) -> str:
-        """Load the tokenizer. Separate from construction, so that its failure reaches the caller as an error."""
+    async def start(self, peers: Peers) -> str:
+        """Load the tokenizer. Apart from construction, so that its failure reaches the caller as an error, and because
+        Ray warns of handles among the arguments of an actor that it may start again (ray-project/ray#53727)."""
         from transformers import AutoTokenizer
 
         settings = self._settings
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)
-        pool = EnvPoolClient(self._pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
-        self._runner = EpisodeRunner(settings, tokenizer, self._policy, pool)
+        pool = EnvPoolClient(peers.pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
+        self._buffer, self._eval_policy = peers.buffer, peers.eval_policy
+        self._runner = EpisodeRunner(settings, tokenizer, peers.policy, pool)
         search_seldom()
         return settings.name
 
@@ -190,7 +216,7 @@ class RolloutWorker:
         """Roll a group out and redeem its ticket (``order.group_id``). Returns the buffer's verdict."""
         group = await self._runner.run_group(order, lambda: asyncio.ensure_future(self._generating(order.group_id)))
         header = GroupHeader.of(group, self._settings.overlong_filtering)
-        return await self._commit((order.group_id, header, ray.put(group)))
+        return await self._commit((order.group_id, header, group))
 
     async def _send_groups(self, groups: list[tuple[int, GroupHeader, Any]]) -> list[str | Exception]:
         return await self._buffer.commit.remote(groups)
@@ -207,6 +233,13 @@ class RolloutWorker:
         """Roll a group out for evaluation: it goes back to the caller, not to the buffer."""
         return await self._runner.run_group(order)
 
-    async def stats(self) -> dict[str, Any]:
+    async def evaluate_group_beside(self, order: GroupOrder) -> Group:
+        """As :meth:`evaluate_group`, while training goes on: by the replicas that are there for that, if any are."""
+        return await self._runner.run_group(order, policy=self._eval_policy)
+
+    async def stats(self) -> dict[str, Any] | None:
+        """What it has done, and is doing; ``None``: it was restarted, and waits for ``start``."""
         runner = self._runner
+        if runner is None:
+            return None
         return {"sampled_tokens": runner.sampled_tokens, "episodes": runner.episodes, "phases": runner.phases()}

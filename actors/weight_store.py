@@ -157,6 +157,29 @@ class WeightStore:
         return "WeightStore"
 
 
+@ray.remote(num_cpus=0)
+class PinnedWeights:
+    """A weight store that stays at one version until it is told to move on: for replicas that evaluate."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._pinned: tuple[int, ray.ObjectRef | None] | None = None
+
+    async def pin(self) -> int:
+        """Move on to the newest version whose snapshot is in the store. Returns it."""
+        self._pinned = await self._store.latest.remote()
+        return self._pinned[0]
+
+    async def latest(self, wait: bool = False) -> tuple[int, ray.ObjectRef | None]:
+        """As :meth:`WeightStore.latest`, of the version that is pinned; there is nothing to ``wait`` for."""
+        if self._pinned is None:
+            await self.pin()
+        return self._pinned
+
+    def __repr__(self) -> str:
+        return "PinnedWeights"
+
+
 async def _array(snapshot: list[ray.ObjectRef] | np.ndarray | bytes) -> np.ndarray:
     data: Any = await snapshot[0] if isinstance(snapshot, list) else snapshot
     return np.frombuffer(data, dtype=np.uint8)

@@ -70,6 +70,12 @@ def prepare(arguments: list[str]) -> int:
     return prepare_data(arguments)
 
 
+def validate(arguments: list[str]) -> int:
+    from deploy.validate import main as validate_tasks
+
+    return validate_tasks(arguments)
+
+
 def trajectories(arguments: list[str]) -> int:
     from deploy.trajectories import main as manage_trajectories
 
@@ -82,6 +88,12 @@ def simulate(arguments: list[str]) -> int:
     return simulate_run(arguments)
 
 
+def evaluate(arguments: list[str]) -> int:
+    from deploy.evaluate import main as evaluate_policy
+
+    return evaluate_policy(arguments)
+
+
 def analyze(arguments: list[str]) -> int:
     from deploy.analyze import main as analyze_run
 
@@ -91,11 +103,16 @@ def analyze(arguments: list[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "train a policy: CONFIG [--dotted.key value ...], the same as python -m train.run"),
     "validate-config": (validate_config, "check a configuration and print it in full: CONFIG [--dotted.key value ...]"),
+    "eval": (evaluate, "pass rates of a checkpoint or a model: CONFIG|RUN; see its --help"),
     "analyze": (analyze, "what a run did and what goes wrong in its episodes: RUN --out DIR; see its --help"),
     "model": (model, "make a model folder: smollm2 DIR"),
     "prepare": (
         prepare,
         "split a task file into training and evaluation tasks: --tasks FILE --out DIR; see its --help",
+    ),
+    "validate": (
+        validate,
+        "check the tasks of a file on instances, before training: --tasks FILE --out DIR; see its --help",
     ),
     "trajectories": (trajectories, "look at what a run's policy did: show, grep, export, recover; see its --help"),
     "simulate": (simulate, "predict step time, utilisation and staleness of a run; see its --help"),

@@ -40,6 +40,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message is one line that says which and why."""
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is meant to be a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def step_of(path: Path) -> int:
     """N of ``global_step_N``."""
     match = _NAME.fullmatch(path.name)

@@ -94,6 +94,9 @@ class TrainerConfig(Section):
     dump_trajectories: bool = Field(
         False, description="keep every training batch and evaluation, token by token, in run_dir/trajectories"
     )
+    eval_interval: int | None = Field(
+        None, ge=1, description="steps between evaluations beside training, which goes on; default: none"
+    )
     eval_before_train: bool = True
     eval_after_train: bool = True
 
@@ -114,7 +117,23 @@ class TrajectoriesConfig(Section):
 
     jsonl: bool = Field(True, description="write lines of JSON beside each Parquet file; large runs can do without")
     upload_to: str | None = Field(
-        None, pattern=r"^s3://[^/]+", description="folder in S3; a run's files go to UPLOAD_TO/NAME/trajectories"
+        None,
+        pattern=r"^s3://[^/]+",
+        description="folder in S3; a run's files go to UPLOAD_TO/NAME/trajectories and UPLOAD_TO/evals/NAME",
+    )
+
+
+class DebugConfig(Section):
+    """Half of a run alone."""
+
+    rollout_only: bool = Field(
+        False, description="roll out and keep trainer.max_steps batches; no learner is started, the weights stay"
+    )
+    train_only: str | None = Field(
+        None,
+        min_length=1,
+        description="train once on each batch that this run has kept: its folder or name, or these in S3 (s3://...); "
+        "no policy and no environment is started, and nothing is evaluated",
     )
 
 
@@ -152,10 +171,23 @@ class RunConfig(Section):
     data: DataConfig
     trajectories: TrajectoriesConfig = TrajectoriesConfig()
     tracking: TrackingConfig = TrackingConfig()
+    debug: DebugConfig = DebugConfig()
 
     @property
     def run_dir(self) -> Path:
         return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _halves_fit(self) -> RunConfig:
+        if not self.debug.rollout_only:
+            return self
+        if self.debug.train_only is not None:
+            raise ValueError("debug.rollout_only and debug.train_only are two halves of a run: set one of them")
+        if not self.trainer.dump_trajectories:
+            raise ValueError("debug.rollout_only is set but trainer.dump_trajectories is not: nothing would be kept")
+        if self.resume:
+            raise ValueError("debug.rollout_only writes no checkpoint that resume could go on from: set one of them")
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> RunConfig:
@@ -164,6 +196,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"generator.max_inflight_episodes {generator.max_inflight_episodes} holds no group of "
                 f"generator.n_samples_per_prompt {generator.n_samples_per_prompt}"
+            )
+        if self.policy.eval_replicas and trainer.eval_interval is None:
+            raise ValueError("policy.eval_replicas is set but trainer.eval_interval is not: they would do nothing")
+        beside, most = generator.eval_episodes_beside_training, generator.max_inflight_episodes
+        if trainer.eval_interval and not generator.eval_n_samples_per_prompt <= beside <= most:
+            raise ValueError(
+                f"generator.eval_max_inflight_episodes {beside} must hold generator.eval_n_samples_per_prompt "
+                f"{generator.eval_n_samples_per_prompt} and lie within generator.max_inflight_episodes {most}"
             )
         if self.buffer.window is not None and self.buffer.window < trainer.train_batch_size:
             raise ValueError(

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from actors.trajectory import Graded, Group, Trajectory
+from train.statistics import Interval, cluster_bootstrap_interval, pass_at_k, pass_hat_k, rate_interval
+
+AGGREGATED = "aggregated_results.jsonl"
+ALL = "all"  # all environments together
+SAMPLED, GREEDY = "sampled", "greedy"
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,25 @@ class PassRate:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation of one policy version."""
+    """One evaluation.
 
-    label: str  # "sampled" or "greedy"
+    Attributes:
+        label: ``sampled`` or ``greedy``.
+        step: the optimiser step it follows.
+        version: the policy version it was asked for: the newest one when it began.
+        oldest_version, newest_version: of the weights that sampled any of its tokens; ``None`` if there are none. Equal
+            to ``version`` unless training went on beside it.
+        metrics: beyond the pass rates, under their final names.
+    """
+
+    label: str
     step: int
     version: int
     overall: PassRate
     per_env: dict[str, PassRate]
-    metrics: dict[str, float] = field(default_factory=dict)  # beyond the pass rates, under their final names
+    metrics: dict[str, float] = field(default_factory=dict)
+    oldest_version: int | None = None
+    newest_version: int | None = None
 
 
 def save_results(path: Path, results: list[EvalResult]) -> None:
@@ -69,7 +87,9 @@ def evaluate_groups(label: str, step: int, version: int, groups: list[Group]) ->
     for group in groups:
         by_env[group.env_key].append(group)
     per_env = {env: pass_rate(members) for env, members in sorted(by_env.items())}
-    return EvalResult(label, step, version, pass_rate(groups), per_env)
+    versions = [span.version for group in groups for t in group.trajectories for span in t.spans]
+    oldest, newest = min(versions, default=None), max(versions, default=None)
+    return EvalResult(label, step, version, pass_rate(groups), per_env, oldest_version=oldest, newest_version=newest)
 
 
 def pass_rate(groups: list[Group]) -> PassRate:
@@ -88,26 +108,127 @@ def pass_rate(groups: list[Group]) -> PassRate:
     return PassRate(mean, math.sqrt(variance / n), n, attempts, not_graded)
 
 
-def dump_eval(directory: Path, result: EvalResult, groups: list[Group], prompter: Any) -> None:
-    """Write ``{env_key}.jsonl`` and ``aggregated_results.jsonl`` in SkyRL's dump format.
+class Attempt(NamedTuple):
+    """One attempt at one task; ``reward`` is ``None`` where it was not graded."""
+
+    env: str
+    task: str
+    reward: float | None
+
+
+def attempts_of(groups: Iterable[Group]) -> list[Attempt]:
+    """The attempts of ``groups`` in order, as :func:`aggregate` takes them."""
+    return [Attempt(t.env_key, t.task_key, t.reward) for group in groups for t in group.trajectories]
+
+
+def env_name(env_key: str) -> str:
+    """An environment's key as part of a metric's or a file's name."""
+    return env_key.replace("/", "_")
+
+
+def aggregate(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """The numbers of ``aggregated_results.jsonl``: for ``all`` and each environment, under ``eval/{env}/``:
+
+    - ``num_tasks`` (with a graded attempt), ``num_samples`` (graded attempts), ``not_graded``;
+    - ``pass_at_{k}`` and ``pass_hat_{k}`` for each k up to the most graded attempts of a task: means over the
+      ``num_tasks_at_{k}`` tasks with k of them, unbiased (see :mod:`train.statistics`);
+    - ``pass_at_{k}_low`` and ``_high``: Wilson's interval, 95 %; ``pass_at_{k}_bootstrap_low`` and ``_high``: that of a
+      bootstrap over tasks, where there are two or more;
+    - ``variance_per_prompt`` (mean over tasks with two or more graded attempts) and ``mean_positive_reward``.
+
+    Attempts that were not graded are counted and otherwise left out. What has no value is absent.
+    """
+    by_env: dict[str, list[Attempt]] = defaultdict(list)
+    for attempt in attempts:
+        by_env[env_name(attempt.env)].append(attempt)
+    values: dict[str, float] = {}
+    for env, members in [(ALL, list(attempts)), *sorted(by_env.items())]:
+        values |= {f"eval/{env}/{name}": value for name, value in _rates(members).items()}
+    return values
+
+
+def _rates(attempts: list[Attempt]) -> dict[str, float]:
+    tasks: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for env, task, reward in attempts:
+        if reward is not None:
+            tasks[env, task].append(reward)
+    rewards = [tasks[key] for key in sorted(tasks)]  # a bootstrap draws by position: in whatever order they came
+    graded = sum(map(len, rewards))
+    values = {"num_tasks": len(rewards), "num_samples": graded, "not_graded": len(attempts) - graded}
+    for k in range(1, max(map(len, rewards), default=0) + 1):
+        counts = [(len(task), sum(r > 0 for r in task)) for task in rewards if len(task) >= k]
+        values |= _rates_at(counts, k)
+    variances = [float(np.var(task)) for task in rewards if len(task) > 1]
+    if variances:
+        values["variance_per_prompt"] = float(np.mean(variances))
+    positive = [r for task in rewards for r in task if r > 0]
+    if positive:
+        values["mean_positive_reward"] = float(np.mean(positive))
+    return values
+
+
+def _rates_at(counts: list[tuple[int, int]], k: int) -> dict[str, float]:
+    """``counts``: for each task its graded attempts, ``k`` or more, and its successes."""
+    at = [pass_at_k(attempts, successes, k) for attempts, successes in counts]
+    hat = [pass_hat_k(attempts, successes, k) for attempts, successes in counts]
+    values = {f"pass_at_{k}": float(np.mean(at)), f"pass_hat_{k}": float(np.mean(hat)), f"num_tasks_at_{k}": len(at)}
+    # Attempts overlap in the estimates of larger k: only whole sets of k are independent.
+    draws = sum(attempts // k for attempts, _ in counts)
+    values |= _bounds(f"pass_at_{k}", rate_interval(at, draws))
+    if len(at) > 1:
+        values |= _bounds(f"pass_at_{k}_bootstrap", cluster_bootstrap_interval(at, range(len(at))))
+    return values
+
+
+def _bounds(name: str, interval: Interval) -> dict[str, float]:
+    return {f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def eval_folder(root: Path, step: int | None, label: str) -> Path:
+    """Where the dump of an evaluation lies below ``root``, by SkyRL's layout.
+
+    Args:
+        step: ``None`` for a policy that is of no training step.
+    """
+    folder = root / ("eval_only" if step is None else f"global_step_{step}")
+    return folder if label == SAMPLED else folder / label
+
+
+def dump_eval(folder: Path, groups: list[Group], tokenizer: Any) -> list[Path]:
+    """Write ``{env_key}.jsonl`` and ``aggregated_results.jsonl`` in SkyRL's dump format; the latter comes last.
 
     ``score`` is a per-token list over the response with the reward at its last token; an attempt that was not graded
-    has ``null`` there and its reason under ``env_extras``.
+    has ``null`` there and its reason under ``env_extras``. A file has its name once it is whole; those of an earlier
+    evaluation in this folder are replaced or removed.
+
+    Returns:
+        What was written.
+
+    Raises:
+        OSError: something cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = defaultdict(list)
     for group in groups:
         for trajectory in group.trajectories:
-            line = json.dumps(_eval_line(trajectory, prompter), ensure_ascii=False)
-            lines[trajectory.env_key.replace("/", "_")].append(line)
-    for env_key, rows in lines.items():
-        (directory / f"{env_key}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    aggregated = {f"eval/{env}/pass_at_1": rate.pass_at_1 for env, rate in result.per_env.items()}
-    aggregated["eval/all/pass_at_1"] = result.overall.pass_at_1
-    (directory / "aggregated_results.jsonl").write_text(json.dumps(aggregated) + "\n", encoding="utf-8")
+            line = json.dumps(_eval_line(trajectory, tokenizer), ensure_ascii=False)
+            lines[env_name(trajectory.env_key)].append(line)
+    files = {f"{env}.jsonl": "\n".join(rows) + "\n" for env, rows in lines.items()}
+    files[AGGREGATED] = json.dumps(aggregate(attempts_of(groups))) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".partial"
+    try:
+        partial.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        written = [(partial / name).replace(folder / name) for name in files]
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for other in set(folder.glob("*.jsonl")) - set(written):
+        other.unlink()
+    return written
 
 
-def _eval_line(trajectory: Trajectory, prompter: Any) -> dict[str, Any]:
+def _eval_line(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
     ids = [int(i) for i in trajectory.ids]
     response = [i for part in trajectory.sequences() for i in ids[_first_new(trajectory, part) : part.stop]]
     score = [0.0] * len(response)
@@ -118,8 +239,8 @@ def _eval_line(trajectory: Trajectory, prompter: Any) -> dict[str, Any]:
     if reason is not None:
         extras["not_graded"] = reason
     return {
-        "input_prompt": prompter.tokenizer.decode(ids[: trajectory.prompt_length]),
-        "output_response": prompter.tokenizer.decode(response),
+        "input_prompt": tokenizer.decode(ids[: trajectory.prompt_length]),
+        "output_response": tokenizer.decode(response),
         "score": score,
         "stop_reason": trajectory.stop_reason.value,
         "env_class": "fleet_task",

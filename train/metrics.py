@@ -17,7 +17,7 @@ import numpy as np
 
 from actors.lineage import Lineage
 from actors.trajectory import Cancelled, Graded, Group, InfraFailed, StopReason, Trajectory
-from train.evaluate import EvalResult, PassRate
+from train.evaluate import GREEDY, EvalResult, PassRate, env_name
 
 Metrics = dict[str, float]
 
@@ -93,6 +93,18 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("eval/{env}/greedy_num_tasks", "tasks", "evaluation", "tasks attempted greedily and graded", "constant"),
     MetricSpec("eval/{env}/greedy_num_samples", "attempts", "evaluation", "greedy graded attempts", "constant"),
     MetricSpec("eval/{env}/greedy_not_graded", "attempts", "evaluation", "greedy attempts left out", "0"),
+    MetricSpec("eval/policy_version", "version", "evaluation", "the newest one when it began", "growing"),
+    MetricSpec("eval/oldest_version", "version", "evaluation", "of the weights that sampled its tokens", "the same"),
+    MetricSpec(
+        "eval/newest_version",
+        "version",
+        "evaluation",
+        "likewise; later if training went on beside it",
+        "close to it",
+    ),
+    MetricSpec("eval/greedy_policy_version", "version", "evaluation", "as above, of the greedy one", "growing"),
+    MetricSpec("eval/greedy_oldest_version", "version", "evaluation", "likewise", "the same"),
+    MetricSpec("eval/greedy_newest_version", "version", "evaluation", "likewise", "close to it"),
     # environment: episodes of one training batch that began, whatever their outcome
     MetricSpec("environment/{env}/avg_turns", "turns", "batch", "mean turns of an episode", "below max_turns"),
     MetricSpec("environment/{env}/min_turns", "turns", "batch", "fewest", "above 0"),
@@ -254,11 +266,6 @@ def find_spec(name: str) -> tuple[MetricSpec, str | None] | None:
     return None
 
 
-def env_name(env_key: str) -> str:
-    """An environment's key as part of a metric's name."""
-    return env_key.replace("/", "_")
-
-
 def _graded_rewards(group: Group) -> list[float]:
     return [t.outcome.reward for t in group.trajectories if isinstance(t.outcome, Graded)]
 
@@ -336,9 +343,10 @@ def eval_group_metrics(groups: list[Group], n: int) -> Metrics:
 
 
 def eval_metrics(result: EvalResult) -> Metrics:
-    """The pass rates of one evaluation under their names; those of a greedy one begin with ``greedy_``."""
-    prefix = "greedy_" if result.label == "greedy" else ""
-    metrics: Metrics = {}
+    """Pass rates and versions of one evaluation under their names; those of a greedy one begin with ``greedy_``."""
+    prefix = "greedy_" if result.label == GREEDY else ""
+    versions = {"policy": result.version, "oldest": result.oldest_version, "newest": result.newest_version}
+    metrics: Metrics = {f"eval/{prefix}{name}_version": v for name, v in versions.items() if v is not None}
     for env, rate in {"all": result.overall, **result.per_env}.items():
         for name, value in _rate_values(rate).items():
             metrics[f"eval/{env_name(env)}/{prefix}{name}"] = value

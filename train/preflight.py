@@ -6,9 +6,10 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.config import GeneratorConfig
 from actors.envs.local_fleet.application import ApplicationError, load_application
@@ -22,6 +23,9 @@ from train.data.run_tasks import load_split
 from train.resume import SUMMARY, can_resume, task_sampler
 from train.s3 import StorageError, objects
 
+if TYPE_CHECKING:
+    from train.kept_batches import KeptBatches
+
 DEVICES = Path("/dev")
 LOCK_NAME = "run.lock"
 
@@ -34,31 +38,67 @@ class Inputs:
     eval_tasks: list[Task]
     tokenizer: Any
     prompter: Prompter
+    kept: KeptBatches | None = None  # to be trained on; nothing of the above is needed then
 
 
 def check_inputs(config: RunConfig) -> Inputs:
-    """Load tasks and tokenizer and check that they fit together.
+    """Load tasks and tokenizer and check that they fit together, and that the run can be trained here.
 
     Raises:
         ConfigError: one line that says what is wrong, where, and what to do.
     """
+    if config.debug.train_only is not None:
+        return check_train_only(config, config.debug.train_only)
     try:
         train_tasks, eval_tasks = load_split(config.data)
     except TaskFileError as error:
         raise ConfigError(str(error)) from None
-    for task in (*train_tasks, *eval_tasks):
-        if task.task_modality != "tool_use":
-            raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
     try:
         task_sampler(config, train_tasks)
     except ValueError as error:
         raise ConfigError(f"data.mix: {error}") from None
-    check_env_keys(config, {task.env_key: task for task in reversed((*train_tasks, *eval_tasks))})
+    tokenizer, prompter = check_episodes(config, (*train_tasks, *eval_tasks))
+    check_disk(config)
+    check_gpus(config)
+    if config.trajectories.upload_to is not None:
+        check_store(config.trajectories.upload_to)
+    return Inputs(train_tasks, eval_tasks, tokenizer, prompter)
+
+
+def check_train_only(config: RunConfig, location: str) -> Inputs:
+    """The kept batches can be read and are not in the folder that the run is going to replace, and the learner fits."""
+    from train.kept_batches import KeptBatches
+    from train.trajectory_reader import TrajectoryFileError
+
     check_model_folder(config.trainer.policy.model.path)
     check_disk(config)
     check_gpus(config)
     if config.trajectories.upload_to is not None:
         check_store(config.trajectories.upload_to)
+    try:
+        kept = KeptBatches(location, config.trainer.algorithm.overlong_filtering)
+        kept.read(1)
+    except TrajectoryFileError as error:
+        raise ConfigError(f"debug.train_only: {error}") from None
+    if kept.lies_in(config.run_dir):
+        raise ConfigError(f"debug.train_only: {location} is this run's own folder: pass another --name")
+    return Inputs([], [], None, None, kept)
+
+
+def check_episodes(config: RunConfig, tasks: Sequence[Task]) -> tuple[Any, Prompter]:
+    """What every episode of ``tasks`` needs is there and fits: environment, model, prompt.
+
+    Returns:
+        The policy's tokenizer, and the prompter with it.
+
+    Raises:
+        ConfigError: as :func:`check_inputs`.
+    """
+    for task in tasks:
+        if task.task_modality != "tool_use":
+            raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
+    check_env_keys(config, {task.env_key: task for task in reversed(tasks)})
+    check_model_folder(config.trainer.policy.model.path)
     if config.environment.local_faults is not None:
         try:
             load_fault_plan(config.environment.local_faults)
@@ -72,7 +112,7 @@ def check_inputs(config: RunConfig) -> Inputs:
         raise ConfigError(f"model {config.trainer.policy.model.path}: {error}") from None
     if generator.tool_call_format != "tags":
         check_tool_call_format(generator, tokenizer)
-    for task in (*train_tasks, *eval_tasks):
+    for task in tasks:
         # The tools come on top and are known only once an instance lists them; the episode checks again with them.
         length = len(prompter.first(task, [])[1])
         if length > generator.max_input_length:
@@ -80,15 +120,15 @@ def check_inputs(config: RunConfig) -> Inputs:
                 f"task {task.task_key}: its prompt of {length} tokens exceeds generator.max_input_length "
                 f"{generator.max_input_length}"
             )
-    return Inputs(train_tasks, eval_tasks, tokenizer, prompter)
+    return tokenizer, prompter
 
 
-def check_store(location: str) -> None:
-    """A run should not find out at its end that it cannot reach its store."""
+def check_store(location: str, key: str = "trajectories.upload_to") -> None:
+    """A run should not find out at its end that it cannot reach its store. ``key``: where the location was said."""
     try:
         next(objects(location.rstrip("/") + "/"), None)
     except StorageError as error:
-        raise ConfigError(f"trajectories.upload_to: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
@@ -189,13 +229,16 @@ def check_gpus(config: RunConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return
     policy, learner = config.policy, config.trainer.learner
-    needed = policy.num_replicas * policy.num_gpus + learner.use_gpu * learner.num_workers * learner.num_gpus
+    replicas = policy.num_replicas + policy.eval_replicas if config.debug.train_only is None else 0
+    of_policy = replicas * policy.num_gpus
+    of_learner = learner.num_workers * learner.num_gpus if learner.use_gpu and not config.debug.rollout_only else 0
+    needed = of_policy + of_learner
     here = len(list(DEVICES.glob("nvidia[0-9]*")))
     if needed > here:
         raise ConfigError(
-            f"the run needs {needed:g} GPUs (policy.num_replicas {policy.num_replicas} x num_gpus {policy.num_gpus:g}, "
-            f"trainer.learner.num_workers {learner.num_workers} x num_gpus {learner.num_gpus:g} where use_gpu is set), "
-            f"but this machine has {here}; set RAY_ADDRESS for a cluster that has them"
+            f"the run needs {needed:g} GPUs (policy.num_replicas + eval_replicas {replicas} x num_gpus "
+            f"{policy.num_gpus:g}, trainer.learner.num_workers {learner.num_workers} x num_gpus {learner.num_gpus:g} "
+            f"where use_gpu is set), but this machine has {here}; set RAY_ADDRESS for a cluster that has them"
         )
 
 

@@ -24,6 +24,7 @@ POLICY = "resumed_policy"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 STEP = "trainer/global_step"
+TRAIN_ONLY = "train_only"  # in a buffer's state: there was no buffer
 # Written at the end of a run, or by parts that begin anew.
 _OUTDATED = ("ray_train", SUMMARY, "reward_curve.png", POLICY)
 
@@ -85,6 +86,11 @@ def _check_same(config: RunConfig, train_tasks: list[Task], found: Path, state: 
     there = {name: value for name, value in checkpoint.read_manifest(found).items() if name in here}
     if here != there:
         raise ResumeError(f"{found} was written with {there}; the configuration has {here}: they must be the same")
+    if state.get(TRAIN_ONLY, False) != (config.debug.train_only is not None):
+        raise ResumeError(
+            f"{found} was written {'with' if TRAIN_ONLY in state else 'without'} debug.train_only: go on as it was "
+            f"begun, or set trainer.policy.model.path to {found / checkpoint.POLICY} to begin with its weights"
+        )
     if state["sampler"] is not None:
         try:
             task_sampler(config, train_tasks).load_state_dict(state["sampler"])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from train.system import System
     from train.tracking import Tracker
 
+CONFIG_FILE = "config.yaml"  # what the run was told
 BEFORE = "before.json"  # the evaluation before training, for a run that is resumed
 POLL_S = 0.5
 USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"
@@ -67,9 +68,25 @@ def run(config: RunConfig, started: float) -> int:
             resume = prepare(config, inputs.train_tasks) if folder.resumed else None
         except ResumeError as error:
             raise ConfigError(str(error)) from None
+        _save_config(config)
         return _run_and_restart(config, inputs, started, resume)
     finally:
         folder.close()
+
+
+def _save_config(config: RunConfig) -> None:
+    """For whoever looks at the run later: what it was told, every default included, without secrets."""
+    import yaml
+
+    from train.tracking import redact
+
+    text = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False)
+    partial = config.run_dir / f".{CONFIG_FILE}.partial"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(config.run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"run folder {config.run_dir} cannot be written: {error.strerror}") from None
 
 
 def _run_and_restart(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
@@ -90,10 +107,11 @@ def _run_and_restart(config: RunConfig, inputs: Inputs, started: float, resume: 
 
 
 def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
-    if not os.environ.get("RAY_ADDRESS"):
-        # A Ray that the run starts itself is reached by this machine only: no token, no file of one in the home folder.
-        # Ray reads this when it is imported, and a shell set up for a cluster may say otherwise.
-        os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    keep_ray_private()
+    if inputs.kept is not None:
+        from train.train_only import train_only
+
+        return train_only(config, inputs.kept, started, resume)
     from train.evaluate import load_results, save_results
     from train.progress import ProgressDisplay
     from train.report import write_report
@@ -119,6 +137,15 @@ def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint 
     return 0
 
 
+def keep_ray_private() -> None:
+    """A Ray that is started here is reached by this machine only: no token, no file of one in the home folder.
+
+    Ray reads this when it is imported, and a shell set up for a cluster may say otherwise.
+    """
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
 def evaluate(system: System, tracker: Tracker, progress: ProgressDisplay, step: int) -> list[EvalResult]:
     """Held-out pass rates of the policy as it is at ``step``."""
     results = system.evaluate(step, progress.update)
@@ -134,16 +161,24 @@ def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline:
         if time.monotonic() > deadline:
             raise OutOfTime("run_timeout passed")
         _record(system, tracker, progress)
+        _record_evaluations(system.evaluate_beside(), tracker, progress)
         progress.update(system.status())
         time.sleep(POLL_S)
     _record(system, tracker, progress)
     system.end_training()
+    _record_evaluations(system.finish_evaluation(progress.update, deadline), tracker, progress)
 
 
 def _record(system: System, tracker: Tracker, progress: ProgressDisplay) -> None:
     for metrics in system.new_steps():
         tracker.log(metrics)
         progress.update({"reward": metrics["reward/avg_raw_reward"], "staleness": metrics.get("staleness/mean")})
+
+
+def _record_evaluations(results: list[EvalResult], tracker: Tracker, progress: ProgressDisplay) -> None:
+    for result in results:
+        tracker.log_eval(result)
+        progress.update({"pass_at_1": result.overall.pass_at_1})
 
 
 def total_steps(config: RunConfig, n_tasks: int) -> int:

@@ -16,38 +16,44 @@ from typing import Any
 import ray
 
 from actors.conductor import Conductor, ConductorSettings, worker_name
-from actors.config import LOCAL_OPENENV, SamplingConfig
+from actors.config import LOCAL_OPENENV
 from actors.env_pool import EnvPool
 from actors.env_pool_core import PoolSettings
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
 from actors.envs.local_server import LocalServerError, LocalServerProcess
 from actors.replay_buffer import ReplayBuffer
-from actors.rollout_worker import GroupOrder, RolloutWorker, WorkerSettings
+from actors.rollout_worker import GroupOrder, Peers, RolloutWorker, WorkerSettings
 from actors.task import Task
 from actors.trajectory import Group
-from actors.weight_store import WeightStore
-from serve.policy import CALLER_ENVIRONMENT, PolicyStartError, PolicyUpdateError, deploy_policy
-from serve.ray_start import start_ray
+from actors.weight_store import PinnedWeights, WeightStore
+from serve.policy import CALLER_ENVIRONMENT, PolicyClient, PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.sampling import Sampling
+from train.actor_calls import CALL_TIMEOUT_S, answer, answer_if_any, answer_of, has_answer
+from train.batch_keeper import BatchKeeper
 from train.config import RunConfig
-from train.evaluate import EvalResult, dump_eval, evaluate_groups
-from train.failures import RunFailed, catch_signals
+from train.eval_upload import EvalUpload, eval_prefix
+from train.evaluate import EvalResult
+from train.evaluator import Attempts, Evaluator, eval_sampling, waves
+from train.failures import RunFailed
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
 from train.memory import PeakMemory
-from train.metrics import buffer_metrics, eval_group_metrics, lease_metrics
+from train.metrics import buffer_metrics, lease_metrics
 from train.preflight import Inputs
 from train.publisher import WeightPublisher
 from train.resume import CHECKPOINTS, ResumePoint, task_sampler
+from train.run_ray import LOOPBACK, start_run_ray
 from train.trajectory_store import StoreSettings, TrajectoryStore
-from train.trajectory_table import Origin
 
 LOCAL_API_KEY = "sk-local"
-LOOPBACK = "127.0.0.1"
-CALL_TIMEOUT_S = 60.0
 RATE_WINDOW_S = 30.0
+POOL_RESTART_S = 60.0
 END_TIMEOUT_S = 30.0
+PROGRESS_S = 0.5
+EVALS = "evals"  # folder of the run's evaluations
 Report = Callable[[dict[str, Any]], None]
+
+logger = logging.getLogger(__name__)
 
 
 class System:
@@ -66,12 +72,15 @@ class System:
         self._cleanup = ExitStack()
         self._memory = PeakMemory()
         self._seen_steps = 0
-        self._learner: LearnerHandle | None = None
+        self._learner: LearnerHandle | BatchKeeper | None = None
         self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
+        self._eval_upload: EvalUpload | None = None
         self._sampler = task_sampler(config, inputs.train_tasks)
         self._servers: list[LocalServerProcess] = []  # that this run has started
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
+        self._leases: dict[str, Any] = {}
+        self._pool_answered = 0.0
         self._started = time.monotonic()
         self._first_rollout_s: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()  # when, and how many tokens by then
@@ -83,6 +92,10 @@ class System:
             self._trajectories = TrajectoryStore(kept)
             # After all that is started later has ended: what the learner left, if it was killed, is finished too.
             self._cleanup.callback(self._trajectories.close)
+        if upload_to := self._config.trajectories.upload_to:
+            upload = EvalUpload(self._run_dir / EVALS, eval_prefix(upload_to, self._config.name))
+            self._eval_upload = self._cleanup.enter_context(upload)
+            self._eval_upload.add_missing()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -110,9 +123,11 @@ class System:
         self._create_workers()
         if with_learner:
             self._start_learner()
-        _get([worker.start.remote() for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
+        answer([worker.start.remote(self._peers) for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
         try:
-            self._policy.wait_until_healthy(self._config.policy.startup_timeout_s)
+            for policy in (self._policy, self._eval_policy):
+                if policy is not None:
+                    policy.wait_until_healthy(self._config.policy.startup_timeout_s)
         except PolicyStartError as error:
             raise RunFailed(str(error)) from None
 
@@ -162,27 +177,10 @@ class System:
 
     def _start_ray(self) -> None:
         config = self._config
-        namespace = f"fleet-rl-{config.name}"
-        settings: dict[str, Any] = {"namespace": namespace, "logging_level": "warning", "log_to_driver": False}
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        if not os.environ.get("RAY_ADDRESS"):
-            needed = 1 + config.policy.num_replicas * config.policy.num_cpus
-            needed += config.generator.num_workers * config.generator.worker_num_cpus
-            needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
-            settings |= {
-                # Else a cluster that somebody started on this machine, or that died here, would be joined.
-                "address": "local",
-                "num_cpus": max(os.cpu_count() or 1, int(needed) + 1),
-                "include_dashboard": False,
-                # Only this machine may reach it; train/run.py says what follows from that.
-                "_node_ip_address": LOOPBACK,
-                "object_store_memory": config.object_store_bytes,
-            }
-        try:
-            start_ray(**settings)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RunFailed(f"Ray: {str(error).splitlines()[0]}") from None
-        catch_signals()
+        needed = (config.policy.num_replicas + config.policy.eval_replicas) * config.policy.num_cpus
+        needed += config.generator.num_workers * config.generator.worker_num_cpus
+        needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
+        start_run_ray(config, needed)
         self._cleanup.callback(ray.shutdown)
 
     def _start_data_plane(self) -> None:
@@ -221,17 +219,25 @@ class System:
             self._base_url,
         )
         self._cleanup.callback(self._close_pool)
-        _get(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
+        answer(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
+        self._pool_answered = time.monotonic()
 
     def _deploy_policy(self) -> None:
         name = f"fleet-rl-{self._config.name}"
         self._policy = deploy_policy(self._config.policy, self._policy_path, self._store, app_name=name)
         self._cleanup.callback(self._policy.shutdown)
+        self._eval_policy: PolicyClient | None = None
+        if replicas := self._config.policy.eval_replicas:
+            self._pinned = PinnedWeights.options(name="pinned_weights").remote(self._store)
+            settings = self._config.policy.model_copy(update={"num_replicas": replicas})
+            self._eval_policy = deploy_policy(settings, self._policy_path, self._pinned, app_name=f"{name}-eval")
+            self._cleanup.callback(self._eval_policy.shutdown)
 
     def _create_workers(self) -> None:
         config = self._config
         generator = config.generator
         per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
+        self._peers = Peers(self._policy, self._pool, self._buffer, self._eval_policy)
         self._workers = [
             RolloutWorker.options(
                 name=worker_name(index),
@@ -252,9 +258,6 @@ class System:
                     openenv_max_sessions=config.environment.openenv_max_sessions,
                     partial_reward=config.environment.partial_reward,
                 ),
-                self._policy,
-                self._pool,
-                self._buffer,
             )
             for index in range(generator.num_workers)
         ]
@@ -263,12 +266,19 @@ class System:
                 order=self._sampler,
                 n_samples=generator.n_samples_per_prompt,
                 sampling=self._training_sampling(),
-                group_timeout_s=deadline_of_group(config),
+                # Its episodes may have to wait for places that an evaluation has.
+                group_timeout_s=generator.deadlines.group * (2 if config.trainer.eval_interval else 1),
                 resumed=tuple(self._resumed_orders()),
             ),
             self._workers,
-            self._buffer,
+            self._peers,
         )
+        self._evaluator = Evaluator(
+            config, self._inputs, self._conductor, self._run_dir / EVALS, self._trajectories, self._eval_upload
+        )
+        if self._resume is not None:
+            self._evaluator.resume_at(self._resume.step)
+        self._cleanup.callback(self._evaluator.cancel, "the run is ending")
 
     def _resumed_orders(self) -> list[GroupOrder]:
         """Buffer and sampler go on where the checkpoint has them. Returns the groups that were in flight then."""
@@ -277,19 +287,23 @@ class System:
         state = self._resume.buffer
         if state["sampler"] is not None:
             self._sampler.load_state_dict(state["sampler"])
-        version, _ = _get(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
+        version, _ = answer(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
         payloads = {ticket: ray.put(group) for ticket, group in self._resume.groups.items()}
-        in_flight = _get(self._buffer.resume.remote(state, payloads, version), CALL_TIMEOUT_S, "replay buffer")
+        in_flight = answer(self._buffer.resume.remote(state, payloads, version), CALL_TIMEOUT_S, "replay buffer")
         tasks = {task.task_key: task for task in self._inputs.train_tasks}
         sampling = self._training_sampling()
         return [GroupOrder(tasks[key], ticket, tuple(ids), sampling) for ticket, key, ids in in_flight]
 
     def _start_learner(self) -> None:
-        publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
         settings = learner_settings(self._config, self._model_path, self._steps)
-        if self._resume is not None:
-            settings = replace(settings, resume_from=str(self._resume.checkpoint))
-        self._learner = LearnerHandle(settings, self._buffer, publisher, StepReporter(self._conductor))
+        reporter = StepReporter(self._conductor)
+        if self._config.debug.rollout_only:
+            self._learner = BatchKeeper(settings, self._buffer, self._trajectories, reporter)
+        else:
+            publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
+            if self._resume is not None:
+                settings = replace(settings, resume_from=str(self._resume.checkpoint))
+            self._learner = LearnerHandle(settings, self._buffer, publisher, reporter)
         self._learner.start()
         self._cleanup.callback(self._end_rollouts, "the run is ending")
 
@@ -297,32 +311,79 @@ class System:
 
     def evaluate(self, step: int, report: Report) -> list[EvalResult]:
         """Held-out pass rates of the policy as it is now: at the training temperature and, if asked for, greedily."""
-        generator = self._config.generator
-        kinds = [("sampled", generator.sampling_params.temperature, generator.eval_n_samples_per_prompt)]
-        if generator.eval_greedy:
-            kinds.append(("greedy", 0.0, 1))
-        results = []
-        for label, temperature, n in kinds:
-            report({"phase": f"evaluating ({label})"})
-            if self._first_rollout_s is None:
-                self._first_rollout_s = time.monotonic() - self._started
-            name = f"eval-{step}-{label}"
-            groups = self._run_groups(name, self._inputs.eval_tasks, n, self._sampling(temperature))
-            result = evaluate_groups(label, step, self._policy_version(), groups)
-            if label == "sampled":
-                result = replace(result, metrics=eval_group_metrics(groups, n))
-            folder = self._run_dir / "evals" / f"global_step_{step}" / label
-            dump_eval(folder, result, groups, self._inputs.prompter)
-            if self._trajectories is not None:
-                self._trajectories.put(groups, Origin("eval", step, result.version, label))
-            results.append(result)
+        if self._first_rollout_s is None:
+            self._first_rollout_s = time.monotonic() - self._started
+        self._evaluator.begin(step, self._policy_version())
+        results: list[EvalResult] = []
+        while (what := self._evaluator.running) is not None:
+            report({"phase": f"evaluating ({what.partition(',')[0]})"})
+            results += self._evaluator.results(CALL_TIMEOUT_S)
         report({"pass_at_1": results[0].overall.pass_at_1})
+        return results
+
+    def evaluate_beside(self) -> list[EvalResult]:
+        """Begin an evaluation beside training if one is due; what has finished since the last call.
+
+        Does not wait for evaluations, only for engines of their own to load the weights of this step.
+        """
+        if self._config.trainer.eval_interval is None:
+            return []
+        results = self._evaluator.results()
+        snapshot = self._snapshot()
+        step = snapshot["trained_steps"]
+        last = step >= self._steps and self._config.trainer.eval_after_train  # which has an evaluation of its own
+        if not last and self._evaluator.is_due(step):
+            self._begin_beside(step, snapshot["version"])
+        return results
+
+    def _begin_beside(self, step: int, version: int) -> None:
+        """``step`` steps led to ``version``."""
+        if self._eval_policy is not None:
+            timeout_s = self._config.trainer.learner.publish_timeout
+            try:
+                pinned = answer(self._pinned.pin.remote(), CALL_TIMEOUT_S, "pinned weights")
+                self._eval_policy.update(pinned, timeout_s)
+            except (RunFailed, PolicyUpdateError) as error:
+                logger.warning("step %d is not evaluated: %s", step, error)
+                return
+            # The next step may have been published since; or, by a broadcast, its snapshot may still be on the way.
+            step, version = step + pinned - version, pinned
+        self._evaluator.begin(step, version, beside=True)
+
+    def finish_evaluation(self, report: Report, deadline: float) -> list[EvalResult]:
+        """Wait for the evaluation that training has left running, if any, but not beyond ``deadline`` (monotonic)."""
+        results: list[EvalResult] = []
+        while (what := self._evaluator.running) is not None:
+            report({"phase": f"finishing an evaluation ({what})"})
+            if time.monotonic() > deadline:
+                logger.warning("the evaluation (%s) is cancelled: run_timeout passed", what)
+                self._evaluator.cancel("run_timeout passed")
+            results += self._evaluator.results(1.0)
         return results
 
     def roll_out(self, count: int, label: str) -> list[Group]:
         """The next ``count`` training tasks as groups, sampled as for training but handed to the caller."""
         tasks = [next(self._sampler) for _ in range(count)]
-        return self._run_groups(label, tasks, self._config.generator.n_samples_per_prompt, self._training_sampling())
+        attempts = Attempts(label, self._config.generator.n_samples_per_prompt, self._training_sampling())
+        call, timeout_s = self._start_groups(tasks, attempts)
+        return answer(call, timeout_s, "rollouts")
+
+    def attempt(self, tasks: list[Task], attempts: Attempts, report: Report) -> list[Group]:
+        """Every task attempted, one group a task. Reports how many episodes have ``ended``.
+
+        Raises:
+            RunFailed: a part that this cannot go on without has ended, or does not answer.
+        """
+        call, timeout_s = self._start_groups(tasks, attempts)
+        deadline = time.monotonic() + timeout_s
+        done = call.future()
+        while not has_answer(done, PROGRESS_S):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"evaluation: no end in {timeout_s:.0f} s")
+            self._check_servers()
+            ledger = answer(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")["eval_ledger"]
+            report({"phase": "evaluating", "ended": ledger["dispatched"] - ledger["in_flight"]})
+        return answer_of(done, "evaluation")
 
     def _policy_version(self) -> int:
         try:
@@ -330,33 +391,23 @@ class System:
         except (PolicyUpdateError, ValueError):
             raise RunFailed("policy: no replica answers") from None
 
-    def _run_groups(self, label: str, tasks: list[Task], n: int, sampling: Sampling) -> list[Group]:
-        timeout_s = deadline_of_group(self._config)
-        waves = 1 + len(tasks) * n // self._config.generator.max_inflight_episodes
-        call = self._conductor.evaluate.remote(label, tasks, n, sampling, timeout_s * waves)
-        return _get(call, timeout_s * waves + CALL_TIMEOUT_S, "evaluation")
-
-    def _sampling(self, temperature: float) -> Sampling:
-        params: SamplingConfig = self._config.generator.sampling_params
-        return Sampling(
-            temperature=temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=params.max_generate_length,
-            stop=params.stop,
-            seed=self._config.seed,
-        )
+    def _start_groups(self, tasks: list[Task], attempts: Attempts) -> tuple[Any, float]:
+        """The call that returns the groups, and the seconds within which it must."""
+        generator = self._config.generator
+        timeout_s = generator.deadlines.group * waves(len(tasks) * attempts.n, generator.max_inflight_episodes)
+        call = self._conductor.evaluate.remote(attempts.label, tasks, attempts.n, attempts.sampling, timeout_s)
+        return call, timeout_s + CALL_TIMEOUT_S
 
     def _training_sampling(self) -> Sampling:
         """Seeded only where a run can be repeated: a seed per request costs the engine a tenth of its speed."""
-        sampling = self._sampling(self._config.generator.sampling_params.temperature)
+        sampling = eval_sampling(self._config)
         return sampling if self._config.buffer.max_staleness == 0 else replace(sampling, seed=None)
 
     # -- train
 
     def start_rollouts(self) -> None:
         """Let the Conductor turn tickets into groups, until :meth:`end_training`."""
-        _get(self._conductor.start_rollouts.remote(), CALL_TIMEOUT_S, "conductor")
+        answer(self._conductor.start_rollouts.remote(), CALL_TIMEOUT_S, "conductor")
 
     def learner_done(self) -> bool:
         """Whether the last step is over.
@@ -374,7 +425,7 @@ class System:
 
     def new_steps(self) -> list[dict[str, float]]:
         """The learner's accounts of the steps since the last call, with what buffer and pool say now."""
-        steps = _get(self._conductor.steps_since.remote(self._seen_steps), CALL_TIMEOUT_S, "conductor")
+        steps = answer(self._conductor.steps_since.remote(self._seen_steps), CALL_TIMEOUT_S, "conductor")
         self._seen_steps += len(steps)
         if steps:
             steps[-1] = steps[-1] | buffer_metrics(self._snapshot()) | lease_metrics(self._lease_counts())
@@ -386,13 +437,9 @@ class System:
         Raises:
             RunFailed: a part that the run cannot go on without has ended, or does not answer.
         """
-        try:
-            for server in self._servers:
-                server.check()
-        except LocalServerError as error:
-            raise RunFailed(str(error)) from None
+        self._check_servers()
         snapshot, leases = self._snapshot(), self._lease_counts()
-        work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
+        work = answer(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
         if work["error"] is not None:
             raise RunFailed(f"conductor: {work['error']}")
         now = time.monotonic()
@@ -413,6 +460,13 @@ class System:
             "episodes": work["episodes"],
         }
 
+    def _check_servers(self) -> None:
+        try:
+            for server in self._servers:
+                server.check()
+        except LocalServerError as error:
+            raise RunFailed(str(error)) from None
+
     def end_training(self) -> None:
         """Stop the rollouts; groups in flight are cancelled and their leases given back."""
         self._end_rollouts("the last step is trained")
@@ -422,7 +476,7 @@ class System:
     def summary(self, before: list[EvalResult], after: list[EvalResult]) -> dict[str, Any]:
         """The figures of the run, as its last line prints them."""
         self._close_pool()
-        work = _get(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
+        work = answer(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
         snapshot = self._snapshot()
         ledger = {"train": snapshot["ledger"], "eval": work["eval_ledger"], "instances": self._pool_report}
         return {
@@ -444,22 +498,31 @@ class System:
     def _end_rollouts(self, reason: str) -> None:
         if self._learner is not None:
             self._learner.stop()
-        _try(self._conductor.stop_rollouts.remote(reason, END_TIMEOUT_S), END_TIMEOUT_S + 5)
+        answer_if_any(self._conductor.stop_rollouts.remote(reason, END_TIMEOUT_S), END_TIMEOUT_S + 5)
 
     def _close_pool(self) -> None:
         if self._pool is not None and self._pool_report is None:
-            report = _try(self._pool.close_all.remote(), CALL_TIMEOUT_S)
-            stats = _try(self._pool.stats.remote(), CALL_TIMEOUT_S) or {}
+            report = answer_if_any(self._pool.close_all.remote(), CALL_TIMEOUT_S)
+            stats = answer_if_any(self._pool.stats.remote(), CALL_TIMEOUT_S) or {}
             counters = {name: stats.get(name) for name in ("made", "reused", "deleted", "expired", "lost", "failed")}
             self._pool_report = counters | {"left": None if report is None else len(report.left)}
 
     def _snapshot(self) -> dict[str, Any]:
-        return _get(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
+        return answer(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
 
     def _lease_counts(self) -> dict[str, Any]:
+        """What the pool says; what it said last while Ray starts it again."""
         if self._pool is None:
             return {}
-        return _get(self._pool.stats.remote(), CALL_TIMEOUT_S, "instance pool")
+        try:
+            self._leases = ray.get(self._pool.stats.remote(), timeout=CALL_TIMEOUT_S)
+            self._pool_answered = time.monotonic()
+        except ray.exceptions.RayActorError as error:
+            if time.monotonic() - self._pool_answered > POOL_RESTART_S:
+                raise RunFailed(f"instance pool: {str(error).splitlines()[0]}"[:500]) from None
+        except ray.exceptions.RayError as error:
+            raise RunFailed(f"instance pool: {str(error).splitlines()[-1]}"[:500]) from None
+        return self._leases
 
 
 class StepReporter:
@@ -524,31 +587,6 @@ def store_settings(config: RunConfig) -> StoreSettings | None:
     keep = config.trajectories
     upload_to = f"{keep.upload_to.rstrip('/')}/{config.name}/trajectories" if keep.upload_to else None
     return StoreSettings(str((config.run_dir / "trajectories").absolute()), keep.jsonl, upload_to)
-
-
-def deadline_of_group(config: RunConfig) -> float:
-    """Seconds a group may take: its episodes run side by side."""
-    deadlines = config.generator.deadlines
-    return deadlines.provision + deadlines.budget + 30.0
-
-
-def _get(call: Any, timeout_s: float, who: str) -> Any:
-    """The answer of an actor, or the one-line reason why there is none."""
-    try:
-        return ray.get(call, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError:
-        raise RunFailed(f"{who}: no answer in {timeout_s:.0f} s") from None
-    except ray.exceptions.RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise RunFailed(f"{who}: {lines[-1] if lines else type(error).__name__}"[:500]) from None
-
-
-def _try(call: Any, timeout_s: float) -> Any:
-    """The answer of an actor that may be gone; ``None`` then. For clean-up only: the next step must still happen."""
-    try:
-        return ray.get(call, timeout=timeout_s)
-    except ray.exceptions.RayError:
-        return None
 
 
 def _node_address() -> str:

@@ -21,8 +21,11 @@ from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.ray_start import start_ray
 from tests.models import tiny_qwen3
 from train import checkpoint
+from train.batch_keeper import BatchKeeper
+from train.kept_batches import KeptBatches
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
+from train.trajectory_store import StoreSettings, TrajectoryStore
 
 VOCAB = 320
 GROUPS = 3  # over two ranks: 2 and 1
@@ -122,7 +125,7 @@ def _commit(buffer, groups: list[Group]) -> None:
     for group in groups:
         ((ticket, _),) = ray.get(buffer.issue.remote(10))
         ray.get(buffer.start.remote([(ticket, group.task_key, [t.trajectory_id for t in group.trajectories])]))
-        commit = buffer.commit.remote([(ticket, GroupHeader.of(group, True), ray.put(group))])
+        commit = buffer.commit.remote([(ticket, GroupHeader.of(group, True), group)])
         assert ray.get(commit) == ["buffered"]
 
 
@@ -460,6 +463,38 @@ def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):
     run.handle.stop(1)
     assert run.fails() == "it was killed: it had not stopped after 1 s"
     assert _learner_processes() == []
+
+
+def test_where_nothing_is_trained_batches_are_kept_until_none_comes(groups, tmp_path):
+    settings = LearnerSettings("m", "r", "keeper", total_steps=3, batch_timeout_s=2.0)
+    buffer, described = _buffer(groups), []
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    keeper = BatchKeeper(settings, buffer, store, described.append)
+    keeper.start()
+    with pytest.raises(LearnerError, match="no batch for step 3 in 2 s: 0 of 3 groups are buffered"):
+        keeper.join(DEADLINE_S)
+    store.close()
+    kept = [KeptBatches(str(tmp_path), overlong_filtering=True).read(number)[0] for number in (1, 2)]
+    assert [t.trajectory_id for batch in kept for group in batch for t in group.trajectories] == [
+        t.trajectory_id for group in groups for t in group.trajectories
+    ]
+    assert [metrics["trainer/global_step"] for metrics in described] == [1.0, 2.0]
+    state = ray.get(buffer.snapshot.remote())
+    assert (state["trained_steps"], state["trained"], state["version"]) == (2, 2 * GROUPS, 0)
+
+
+def test_a_keeper_that_waits_is_stopped(groups, tmp_path):
+    store = TrajectoryStore(StoreSettings(str(tmp_path)))
+    settings = LearnerSettings("m", "r", "keeper", total_steps=2, batch_timeout_s=100.0)
+    described = []
+    keeper = BatchKeeper(settings, _buffer(groups[:GROUPS]), store, described.append)
+    keeper.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while not described:
+        assert not keeper.join(0.05) and time.monotonic() < deadline
+    keeper.stop(DEADLINE_S)
+    assert keeper.join(0) and len(described) == 1
+    store.close()
 
 
 @pytest.mark.parametrize(

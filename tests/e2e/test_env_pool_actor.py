@@ -16,9 +16,9 @@ from actors.env_pool_core import NoInstance
 from actors.envs.fleet import FleetFailure, close_clients
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import EnvSpec
-from actors.rollout_worker import GroupOrder
+from actors.rollout_worker import GroupOrder, Peers
 from actors.task import parse_task
-from actors.trajectory import Graded, Group
+from actors.trajectory import Cancelled, Graded, Group, InfraFailed
 from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from tests.fleet_faults import KEY, LocalFleet
@@ -165,9 +165,58 @@ async def test_a_group_that_is_cancelled_does_not_take_the_releases_under_way_wi
     worker = Releasing.remote(pool)
     await worker.__ray_ready__.remote()
     settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0)
-    conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], None)
-    assert await conductor.evaluate.remote("e", [TASK], 1, Sampling(), 0.5) == []
+    conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], Peers(None, None, None))
+    (group,) = await conductor.evaluate.remote("e", [TASK], 1, Sampling(), 0.5)
+    assert [type(t.outcome) for t in group.trajectories] == [InfraFailed]
     assert await until_released(pool) == ["the lease"]
+
+
+@ray.remote(num_cpus=0)
+class Evaluating:
+    """A RolloutWorker that counts the groups it has at once."""
+
+    def __init__(self) -> None:
+        self._now = self._most = 0
+
+    async def evaluate_group_beside(self, order: GroupOrder) -> Group:
+        self._now += 1
+        self._most = max(self._most, self._now)
+        try:
+            await asyncio.sleep(60.0 if order.task.task_key.startswith("slow") else 0.05)
+        finally:
+            self._now -= 1
+        return Group(order.group_id, order.task.task_key, order.task.env_key, [])
+
+    async def stats(self):
+        return {"sampled_tokens": 0, "episodes": 0, "phases": {}, "now": self._now, "most": self._most}
+
+
+async def evaluating(*keys: str):
+    worker = Evaluating.options(max_concurrency=100).remote()
+    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0)
+    conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], Peers(None, None, None))
+    tasks = [TASK.model_copy(update={"task_key": key}) for key in keys]
+    return worker, conductor, conductor.evaluate.remote("e", tasks, 2, Sampling(), 60.0, at_once=3)
+
+
+async def test_an_evaluation_beside_training_has_no_more_groups_at_once_than_it_may(actor):
+    worker, _, call = await evaluating(*(f"t{i}" for i in range(10)))
+    assert [group.task_key for group in await call] == [f"t{i}" for i in range(10)]
+    assert (await worker.stats.remote())["most"] == 3
+
+
+async def test_an_evaluation_that_is_stopped_has_an_outcome_and_a_reason_for_every_episode(actor):
+    worker, conductor, call = await evaluating(*(f"slow{i}" for i in range(5)))
+    deadline = time.monotonic() + 20
+    while (await worker.stats.remote())["now"] < 3:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await conductor.stop_evaluations.remote("the run is ending", 20.0)
+    outcomes = [t.outcome for group in await call for t in group.trajectories]
+    assert outcomes == [Cancelled("evaluation: the run is ending")] * 10
+    ledger = (await conductor.status.remote())["eval_ledger"]
+    assert (ledger["cancelled"], ledger["in_flight"], ledger["balanced"]) == (10, 0, True)
+    assert (await worker.stats.remote())["now"] == 0
 
 
 async def test_a_lease_is_given_back_once_a_restarted_pool_could_take_its_instances_over(actor):

@@ -5,13 +5,18 @@ import math
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections import defaultdict
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.runs import batches, start, steps
+from tests.reference_grpo import ReferenceGrpo
 from train.metrics import find_spec
 
 STALENESS = 2
@@ -22,7 +27,14 @@ WITHOUT_EVALUATION = {"trainer.eval_before_train": "false", "trainer.eval_after_
 def finished(tmp_path_factory):
     """One asynchronous run with two learner ranks, and its last line."""
     out = tmp_path_factory.mktemp("runs")
-    keys = {"buffer.max_staleness": STALENESS, "trainer.max_steps": 5, "trainer.learner.num_workers": 2}
+    keys = {
+        "buffer.max_staleness": STALENESS,
+        "trainer.max_steps": 5,
+        "trainer.learner.num_workers": 2,
+        "trainer.eval_interval": 2,
+        "generator.eval_max_inflight_episodes": 2,
+        "policy.eval_replicas": 1,
+    }
     # A shell that is set up for a cluster must not matter to a run on this machine.
     run = start("configs/demo.yaml", "asynchronous", out, keys=keys, environment={"RAY_AUTH_MODE": "token"})
     text = run.output()
@@ -52,6 +64,48 @@ def test_the_ledger_balances_and_every_instance_is_gone(finished):
 def test_nothing_of_a_finished_run_is_left_on_the_machine(finished):
     run, _ = finished
     assert run.leftovers() == []
+
+
+def test_an_evaluation_beside_training_holds_one_version_while_training_goes_on(finished):
+    run, summary = finished
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    beside = [row for row in rows if "eval/all/pass_at_1" in row and 0 < row["step"] < 5]
+    assert beside
+    for row in beside:
+        assert row["eval/policy_version"] == row["eval/oldest_version"] == row["eval/newest_version"] == row["step"]
+        assert row["eval/all/num_samples"] == 8
+        lines = (run.folder / f"trajectories/eval_{row['step']:06d}_sampled.jsonl").read_text().splitlines()
+        assert {span[0] for line in lines for span in json.loads(line)["spans"]} == {row["step"]}
+        assert (run.folder / f"evals/global_step_{row['step']}/aggregated_results.jsonl").is_file()
+    assert summary["ledger"]["eval"]["dispatched"] == 8 * (2 + len(beside))
+
+
+@pytest.mark.timeout(400)
+def test_a_checkpoint_is_evaluated_by_one_command(finished, tmp_path):
+    run, _ = finished
+    asked = ["--samples", "3", "--temperature", "0.8", "--tasks", "6", "--out", tmp_path / "evals", "--json"]
+    command = [sys.executable, "-m", "deploy.cli", "eval", run.folder, *asked]
+    answer = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    said = json.loads(answer.stdout.splitlines()[-1])
+    assert (said["step"], said["tasks"], said["samples"], said["sampling"]["temperature"]) == (5, 6, 3, 0.8)
+    assert said["ledger"]["eval"]["dispatched"] == said["graded"] == 18 and said["ledger"]["instances"]["left"] == 0
+    folder = tmp_path / "evals" / "global_step_5"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "aggregated_results.jsonl",
+        "evaluation.json",
+        "tracker.jsonl",
+    ]
+    lines = [json.loads(line) for line in (folder / "tracker.jsonl").read_text().splitlines()]
+    solved = defaultdict(int)
+    for line in lines:
+        solved[line["env_extras"]["task_key"]] += line["score"][-1] > 0
+    assert len(lines) == 18 and len(solved) == 6
+    (aggregated,) = map(json.loads, (folder / "aggregated_results.jsonl").read_text().splitlines())
+    assert said["results"] == aggregated and said["pass_at_1"] == aggregated["eval/tracker/pass_at_1"]
+    assert aggregated["eval/all/pass_at_1"] == pytest.approx(sum(solved.values()) / 18)
+    assert aggregated["eval/all/pass_at_3"] == pytest.approx(sum(n > 0 for n in solved.values()) / 6)
+    assert aggregated["eval/all/pass_hat_3"] == pytest.approx(sum(n == 3 for n in solved.values()) / 6)
 
 
 def test_no_batch_lags_more_than_allowed_and_the_spans_prove_it(finished):
@@ -116,28 +170,109 @@ def test_the_last_checkpoint_loads_in_transformers_and_holds_the_published_weigh
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained("configs/models/tiny-tracker").chat_template
 
 
-@pytest.mark.timeout(900)
-def test_a_synchronous_run_that_is_killed_and_resumed_is_the_undisturbed_run(tmp_path):
-    """Beside another run: whatever order and batches the load brings about must not matter."""
-    keys = {"trainer.max_steps": 4, "trainer.ckpt_interval": 1, "buffer.max_staleness": 0} | WITHOUT_EVALUATION
-    undisturbed, killed = (start("configs/demo.yaml", name, tmp_path, keys=keys) for name in ("undisturbed", "killed"))
+ALGORITHM = {
+    "trainer.algorithm.advantage_estimator": "grpo",
+    # Below the gradient norm of every step, 0.29 to 0.47 at this seed.
+    "trainer.policy.optimizer_config.max_grad_norm": 0.25,
+    "trainer.policy.optimizer_config.weight_decay": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory):
+    """An undisturbed run, and another that was killed and resumed.
+
+    Beside each other: whatever order and batches the load brings about must not matter.
+    """
+    out = tmp_path_factory.mktemp("synchronous")
+    keys = {"trainer.max_steps": 5, "trainer.ckpt_interval": 1, "buffer.max_staleness": 0}
+    keys |= ALGORITHM | WITHOUT_EVALUATION
+    undisturbed, killed = (start("configs/demo.yaml", name, out, keys=keys) for name in ("undisturbed", "killed"))
     killed.read_until("training  step [2-9]")  # the first checkpoint is whole
     time.sleep(random.uniform(0, 1.5))
     killed.kill()
-    resumed = start("configs/demo.yaml", "killed", tmp_path, keys=keys | {"resume": "true"})
-    seen, weights = [], []
+    resumed = start("configs/demo.yaml", "killed", out, keys=keys | {"resume": "true"})
     for run in (undisturbed, resumed):
         text = run.output()
         assert run.process.returncode == 0, text
-        assert json.loads(text.strip().splitlines()[-1])["ledger"]["train"]["balanced"]
+    return undisturbed, resumed
+
+
+def policy_of(run, step=5):
+    return AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / f"global_step_{step}" / "policy")
+
+
+@pytest.mark.timeout(900)
+def test_a_synchronous_run_that_is_killed_and_resumed_is_the_undisturbed_run(synchronous):
+    seen, weights = [], []
+    for run in synchronous:
+        summary = json.loads((run.folder / "summary.json").read_text())
+        assert summary["ledger"]["train"]["balanced"]
         assert {step["staleness/max"] for step in steps(run.folder)} == {0}, "a batch was not on-policy"
         exact = ("trajectory_id", "task_key", "ids", "mask", "reward", "stop_reason", "messages")
         seen.append([[[t[key] for key in exact] for t in batch] for batch in batches(run.folder)])
-        policy = run.folder / "checkpoints" / "global_step_4" / "policy"
-        weights.append(list(AutoModelForCausalLM.from_pretrained(policy).parameters()))
-    assert json.loads(text.strip().splitlines()[-1])["resumed_from_step"] >= 1
-    assert seen[0] == seen[1] and len(seen[0]) == 4
+        weights.append(list(policy_of(run).parameters()))
+    assert summary["resumed_from_step"] >= 1
+    assert seen[0] == seen[1] and len(seen[0]) == 5
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True)), "the optimiser began afresh"
+
+
+@pytest.mark.timeout(900)
+def test_a_synchronous_run_is_grpo_in_one_process(synchronous):
+    """The reference does what the learner did, on the tokens and rewards of the run, and its weights give those tokens
+    the probabilities they were drawn with: so they came from the policy of that very step.
+
+    Tolerances: both compute in fp32, the learner over a token tree, the reference one trajectory at a time. Their
+    losses differ by 2e-7, gradient norms by 6e-6 of themselves. Adam divides a gradient by its size, so where one
+    is nearly zero rounding decides its sign: three weights in 100,000 end more than 1e-5 apart (a step is 3e-4), all
+    together 2e-4 of the way they went, and logprobs of later steps up to 2e-4.
+    """
+    run, _ = synchronous
+    settings = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 0.25}
+    reference = ReferenceGrpo("configs/models/tiny-tracker", **settings)
+    start = parameters_to_vector(reference.lm.parameters()).detach()
+    for found, batch in zip(steps(run.folder), batches(run.folder), strict=True):
+        step = reference.step(batch)
+        assert found["loss/trained_tokens"] == step.tokens > 0
+        assert found["policy/final_loss"] == pytest.approx(step.loss, abs=1e-5)
+        assert found["policy/grad_norm"] == pytest.approx(step.grad_norm, rel=1e-4)
+        assert step.grad_norm > settings["max_grad_norm"], "nothing was clipped"
+        assert step.mismatch < 2e-3
+    ours, theirs = (parameters_to_vector(lm.parameters()).detach() for lm in (policy_of(run), reference.lm))
+    assert (ours - theirs).norm() < 2e-3 * (theirs - start).norm()
+
+
+@pytest.mark.timeout(900)
+def test_training_alone_on_the_batches_of_a_run_repeats_its_steps(synchronous, tmp_path):
+    run, _ = synchronous
+    keys = ALGORITHM | {"debug.train_only": run.folder, "trainer.max_steps": 4}
+    alone = start("configs/demo.yaml", "alone", tmp_path, keys=keys)
+    text = alone.output()
+    assert alone.process.returncode == 0, text
+    assert json.loads(text.strip().splitlines()[-1])["steps"] == 4  # of five
+    names = ("policy/final_loss", "policy/grad_norm", "policy/policy_entropy", "reward/avg_raw_reward", "staleness/max")
+    ours, theirs = ([[step[name] for name in names] for step in steps(folder)] for folder in (alone.folder, run.folder))
+    assert ours == theirs[:4]
+    weights = [list(policy_of(one, step=4).parameters()) for one in (alone, run)]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert len(batches(alone.folder)) == 4 and not (alone.folder / "leases.db").exists()
+    assert alone.leftovers() == []
+
+
+@pytest.mark.timeout(400)
+def test_rollouts_alone_keep_their_batches_and_the_policy(tmp_path):
+    keys = {"debug.rollout_only": "true", "buffer.max_staleness": 1, "trainer.max_steps": 4} | WITHOUT_EVALUATION
+    run = start("configs/demo.yaml", "rollouts", tmp_path, keys=keys)
+    text = run.output()
+    assert run.process.returncode == 0, text
+    summary = json.loads(text.strip().splitlines()[-1])
+    assert summary["steps"] == 4 and summary["ledger"]["train"]["balanced"]
+    assert [len({t["group_id"] for t in batch}) for batch in batches(run.folder)] == [4] * 4
+    assert {span[0] for batch in batches(run.folder) for t in batch for span in t["spans"]} == {0}
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and "policy/grad_norm" not in lines[0]
+    assert [name for line in lines for name in line.keys() - {"step", "time"} if find_spec(name) is None] == []
+    assert not (run.folder / "checkpoints").exists() and run.leftovers() == []
 
 
 @pytest.mark.timeout(400)

@@ -15,6 +15,7 @@ import polars as pl
 import psutil
 import pytest
 
+from actors.trajectory import Ungraded
 from tests.skyrl_dumps import call, episode, result, solved, write_dump
 from tests.trajectories import make_groups
 from train.analysis import scan as scan_module
@@ -80,14 +81,11 @@ class Tokenizer:
         return "".join(f"<{i}>" for i in ids)
 
 
-class Prompter:
-    tokenizer = Tokenizer()
-
-
 def test_what_our_evaluation_writes_agrees_with_itself_and_with_its_metrics(tmp_path):
     groups = make_groups(12, samples=3)
+    groups[0].trajectories[0].outcome = Ungraded("the judge failed")  # one task with fewer graded attempts
     evaluated = evaluate_groups("sampled", 5, 5, groups)
-    dump_eval(tmp_path / "evals/global_step_5/sampled", evaluated, groups, Prompter())
+    dump_eval(tmp_path / "evals/global_step_5", groups, Tokenizer())
     table, _ = scan(find_run(str(tmp_path), tmp_path).episodes)
     found = pass_rates(table)
     metrics = eval_metrics(evaluated) | eval_group_metrics(groups, 3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.token_record import TokenRecord
 from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.sampling import Completion
-from train.evaluate import dump_eval, evaluate_groups
+from train.evaluate import dump_eval
 
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 TURNS = st.lists(st.tuples(IDS, IDS, st.none() | st.integers(0, 5)), min_size=1, max_size=12)
@@ -91,17 +91,15 @@ def test_a_trajectory_knows_its_sequences_and_refuses_starts_that_cannot_be():
 
 
 class Words:
-    """A prompter whose tokenizer writes ids as they are."""
+    """A tokenizer that writes ids as they are."""
 
-    class tokenizer:  # noqa: N801
-        @staticmethod
-        def decode(ids):
-            return " ".join(map(str, ids))
+    def decode(self, ids):
+        return " ".join(map(str, ids))
 
 
 def test_an_evaluation_dump_holds_every_new_token_of_every_sequence_once(tmp_path):
     group = Group(0, "task", "env", [rewritten()])
-    dump_eval(tmp_path, evaluate_groups("sampled", 0, 0, [group]), [group], Words())
+    dump_eval(tmp_path, [group], Words())
     (line,) = (tmp_path / "env.jsonl").read_text().splitlines()
     dumped = json.loads(line)
     assert (dumped["input_prompt"], dumped["output_response"]) == ("1", "2 3 4")

@@ -1,0 +1,229 @@
+"""``fleet-rl eval``: pass rates of a checkpoint or a model, by the episodes of a run, without training.
+
+Exit codes: 0 done, 1 it failed, or nothing was graded, or the upload failed, 2 wrong input (nothing was started),
+130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from train.checkpoint_eval import Evaluated
+
+RESULT = "evaluation.json"
+OUT = Path("evals")
+
+
+def main(arguments: Sequence[str]) -> int:
+    options, overrides = _parse(arguments)
+    from train.config import ConfigError
+    from train.failures import RunFailed, Stopped, stoppable
+
+    try:
+        with stoppable():
+            return _evaluate(options, overrides)
+    except ConfigError as error:
+        return _complain(error, 2)
+    except (RunFailed, OSError) as error:
+        return _complain(f"the evaluation failed: {error}", 1)
+    except Stopped:
+        return _complain("stopped", 130)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="fleet-rl eval",
+        description="Evaluate a checkpoint or a model, by the episodes of a run, without training.",
+        epilog="Keys of the configuration can be overridden: --dotted.key value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="CONFIG|RUN", help="a .yaml file, a run's folder, or its name under runs/")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR|latest|base",
+        help="a checkpoint or a model folder, the run's latest checkpoint, or the model it starts from; default: "
+        "latest for a RUN, base for a CONFIG",
+    )
+    parser.add_argument(
+        "--split", default="eval", metavar="eval|train|FILE", help="a side of the run's tasks, or a task file"
+    )
+    parser.add_argument("--tasks", type=_count, metavar="N", help="at most N tasks of each environment")
+    parser.add_argument("--samples", type=_count, metavar="K", help="attempts at a task; default: as in the run")
+    parser.add_argument("--temperature", type=_within(0, 2), metavar="T", help="default: as in the run; 0 is greedy")
+    parser.add_argument("--greedy", action="store_true", help="temperature 0, one attempt at a task")
+    parser.add_argument("--top-p", type=_within(0, 1), metavar="P", help="default: as in the run")
+    parser.add_argument("--max-tokens", type=_count, metavar="N", help="tokens of one turn; default: as in the run")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"gets global_step_N/ or eval_only/; default: {OUT}/NAME of the run"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an evaluation that is there")
+    parser.add_argument("--upload-to", metavar="S3", help="copies go to S3/evals/NAME/, in SkyRL's layout")
+    parser.add_argument("--json", action="store_true", help="the last line of the output is the result as JSON")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.greedy and options.temperature:
+        parser.error(f"--greedy is temperature 0, and --temperature is {options.temperature:g}: leave one out")
+    if options.top_p == 0:
+        parser.error("argument --top-p: 0 leaves no token")
+    return options, overrides
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)
+
+
+def _within(low: float, high: float):
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low} to {high}")
+        return value
+
+    return number
+
+
+def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    began = time.monotonic()
+    from train import checkpoint_eval as job
+    from train.config import ConfigError, known_keys
+    from train.eval_upload import eval_prefix
+    from train.evaluate import aggregate, attempts_of, dump_eval
+    from train.preflight import check_store
+    from train.run import keep_ray_private
+    from train.s3 import StorageError
+
+    for word in overrides:
+        if word.startswith("--") and "." not in (key := word[2:].partition("=")[0]) and key not in known_keys():
+            raise ConfigError(f"unknown option {word}; fleet-rl eval --help lists them")
+    keep_ray_private()
+    run, is_run = job.find_config(options.target, overrides)
+    policy = job.find_policy(run, options.checkpoint or (job.LATEST if is_run else job.BASE))
+    temperature = 0.0 if options.greedy else options.temperature
+    attempts = job.choose_sampling(run, options.samples, temperature, options.top_p, options.max_tokens)
+    out = options.out or OUT / run.name
+    folder = job.result_folder(out, policy, attempts, options.overwrite)
+    tasks = job.choose_tasks(run, options.split, options.tasks)
+    if options.upload_to is not None:
+        check_store(options.upload_to, "--upload-to")
+    config, inputs = job.check(run, policy, tasks)
+
+    with _progress(len(tasks) * attempts.n) as report:
+        done = job.evaluate(config, inputs, attempts, report)
+    files = dump_eval(folder, done.groups, inputs.tokenizer)
+    results = aggregate(attempts_of(done.groups))
+    facts = {
+        "run": run.name,
+        "model": policy.path,
+        "step": policy.step,
+        "split": options.split,
+        "tasks": len(tasks),
+        "samples": attempts.n,
+        "sampling": job.sampling_facts(attempts.sampling),
+        **done.outcomes,
+        "pass_at_1": results.get("eval/all/pass_at_1"),
+        "results": results,
+        "ledger": done.ledger,
+        "sampled_tokens": done.sampled_tokens,
+        "out": str(folder),
+        "uploaded_to": None,
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+    problem = None if done.outcomes["graded"] else f"no attempt was graded: {_reasons(done)}"
+    if options.upload_to is not None:
+        location = eval_prefix(options.upload_to, run.name)
+        try:
+            job.upload_dump(files, out, location)
+            facts["uploaded_to"] = location
+        except StorageError as error:
+            problem = f"{folder} is not uploaded: {error}"
+    (folder / RESULT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    _show(facts, done)
+    if options.json:
+        print(json.dumps(facts), flush=True)
+    return 0 if problem is None else _complain(problem, 1)
+
+
+@contextmanager
+def _progress(attempts: int):
+    """A bar on a terminal, nothing elsewhere; on standard error, so that the output can be read by programs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("starting", total=attempts)
+
+        def report(status: dict[str, Any]) -> None:
+            progress.update(bar, description=status.get("phase"), completed=status.get("ended"))
+
+        yield report
+
+
+def _show(facts: dict[str, Any], done: Evaluated) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(facts))
+    left_out = {name: facts[name] for name in ("ungraded", "infra_failed", "cancelled") if facts[name]}
+    if left_out:
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in left_out.items())
+        console.print(f"not graded, and so counted nowhere: {counts} ({_reasons(done)})", highlight=False, markup=False)
+    where = f" and in {facts['uploaded_to']}" if facts["uploaded_to"] else ""
+    console.print(f"episodes and all numbers: {facts['out']}{where}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _reasons(done: Evaluated) -> str:
+    return "; ".join(f"{count} x {reason}" for reason, count in sorted(done.reasons.items(), key=lambda r: -r[1])[:3])
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    """A row for each environment and one for all, with Wilson's 95 % intervals. Fits 80 columns."""
+    from rich.table import Table
+
+    k, results, sampling = facts["samples"], facts["results"], facts["sampling"]
+    title = f"{facts['model']}, {facts['split']}: {k} attempts a task at temperature {sampling['temperature']:g}"
+    table = Table(title=title, title_justify="left")
+    rates = {"pass@1": "pass_at_1"}
+    if k > 1:
+        rates |= {f"pass@{k}": f"pass_at_{k}", f"pass^{k}": f"pass_hat_{k}"}
+    counts = {"tasks": "num_tasks", "graded": "num_samples"}
+    if results["eval/all/not_graded"]:
+        counts["left out"] = "not_graded"
+    table.add_column("environment")
+    for name in (*counts, *rates):
+        table.add_column(name, justify="right")
+    envs = sorted({name.split("/")[1] for name in results} - {"all"})
+    for env in (*envs, "all"):
+        value = {name.split("/")[2]: v for name, v in results.items() if name.split("/")[1] == env}
+        cells = [str(value[name]) for name in counts.values()] + [_rate(value, name) for name in rates.values()]
+        table.add_row(env, *cells, style="bold" if env == "all" else "", end_section=[env] == envs[-1:])
+    return table
+
+
+def _rate(value: dict[str, float], name: str) -> str:
+    """In percent, with the interval where there is one."""
+    if name not in value:
+        return "–"
+    low, high = value.get(f"{name}_low"), value.get(f"{name}_high")
+    return f"{value[name]:.1%}" + (f" [{100 * low:.0f}, {100 * high:.0f}]" if low is not None else "")
+
+
+def _complain(problem: object, code: int) -> int:
+    print(f"fleet-rl: {' '.join(str(problem).split())}", file=sys.stderr)
+    return code

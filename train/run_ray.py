@@ -1,0 +1,39 @@
+"""Ray as a run uses it: a cluster that is named, or one of its own that only this machine may reach."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from serve.ray_start import start_ray
+from train.config import RunConfig
+from train.failures import RunFailed, catch_signals
+
+LOOPBACK = "127.0.0.1"
+
+
+def start_run_ray(config: RunConfig, num_cpus: float) -> None:
+    """Join the cluster at ``RAY_ADDRESS``, or start one here in which actors of ``num_cpus`` logical CPUs fit.
+
+    Raises:
+        RunFailed: Ray did not start, or the cluster does not answer.
+    """
+    namespace = f"fleet-rl-{config.name}"
+    settings: dict[str, Any] = {"namespace": namespace, "logging_level": "warning", "log_to_driver": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not os.environ.get("RAY_ADDRESS"):
+        settings |= {
+            # Else a cluster that somebody started on this machine, or that died here, would be joined.
+            "address": "local",
+            "num_cpus": max(os.cpu_count() or 1, int(1 + num_cpus) + 1),
+            "include_dashboard": False,
+            # Only this machine may reach it; train/run.py says what follows from that.
+            "_node_ip_address": LOOPBACK,
+            "object_store_memory": config.object_store_bytes,
+        }
+    try:
+        start_ray(**settings)
+    except Exception as error:  # of any type, down to a bare Exception where its own processes are too slow
+        raise RunFailed(f"Ray: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+    catch_signals()
