@@ -12,7 +12,7 @@ demo: setup
 	@.venv/bin/python -m train.run configs/demo.yaml
 
 test: setup
-	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 lint: setup
 	.venv/bin/ruff check .

@@ -2,8 +2,8 @@
 
 import os
 
-import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Ray reads these when it is first used and keeps them for as long as the process lives: they must be the same for all.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -12,15 +12,21 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 settings.register_profile("fleet-rl", deadline=None)
 settings.load_profile("fleet-rl")
 
-WHOLE = ("e2e", "chaos")
+WHOLE = ("tests/e2e/", "tests/chaos/")
 
 
 def pytest_collection_modifyitems(items):
-    """Two workers share the tests: one has the runs of whole systems, one after the other, the other the rest by file.
+    """Runs of whole systems take longest, so they go first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE))
 
-    A whole run waits much of its time, and two at once starve each other on two cores. They take longest and go first.
-    """
-    items.sort(key=lambda item: item.path.parent.name not in WHOLE)
-    for item in items:
-        whole = item.path.parent.name in WHOLE
-        item.add_marker(pytest.mark.xdist_group("whole" if whole else item.path.stem))
+
+class _Scheduling(LoadScopeScheduling):
+    """Whole systems run one after the other in one worker, for on two cores they starve each other; they wait much of
+    their time, in which the other worker has the rest, file by file."""
+
+    def _split_scope(self, nodeid):
+        return "whole" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return _Scheduling(config, log)
