@@ -12,12 +12,14 @@ os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 settings.register_profile("fleet-rl", deadline=None)
 settings.load_profile("fleet-rl")
 
-WHOLE = ("tests/e2e/", "tests/chaos/")
+WHOLE = ("tests/chaos/", "tests/e2e/test_ray_job.py", "tests/e2e/test_run.py")
+PARTS = ("tests/e2e/",)
 
 
 def pytest_collection_modifyitems(items):
-    """Runs of whole systems take longest, so they go first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE))
+    """Runs of whole systems first, for they take longest; then what needs no more than a moment and a core; last what
+    starts several processes."""
+    items.sort(key=lambda item: 0 if item.nodeid.startswith(WHOLE) else 2 if item.nodeid.startswith(PARTS) else 1)
 
 
 class _Scheduling(LoadScopeScheduling):
