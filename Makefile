@@ -12,7 +12,7 @@ demo: setup
 	@.venv/bin/python -m train.run configs/demo.yaml
 
 test: setup
-	.venv/bin/python -m pytest -n 2 --no-loadscope-reorder
+	.venv/bin/python -m pytest
 
 lint: setup
 	.venv/bin/ruff check .

@@ -232,6 +232,7 @@ class EnvPoolCore:
         self._next_make = 0.0  # loop time
         self._strangers: dict[str, set[Creation]] = {}  # listed instances that are not in the table, see _reconcile
         self._unknown_makes = 0
+        self._inherited_until = 0.0  # until then makes that a dead pool asked for may still succeed
         self._account_at = self._reconciled_at = 0.0
         self._closing = False
         self._background: asyncio.Task | None = None
@@ -556,7 +557,8 @@ class EnvPoolCore:
             self._job("heartbeat", self._beat)
         if self._table.queue and now - self._account_at >= settings.account_s:
             self._job("account", self._read_account)
-        every = settings.reconcile_s / (10 if self._unknown_makes or self._strangers else 1)
+        suspicious = self._unknown_makes or self._strangers or now < self._inherited_until
+        every = settings.reconcile_s / (10 if suspicious else 1)
         if now - self._reconciled_at >= every:
             self._job("reconcile", self._reconcile)
         self._pump()
@@ -640,7 +642,9 @@ class EnvPoolCore:
             self._table.add(slot)
             if slot.state is SlotState.DELETING:
                 self._delete_later(slot)
-        self._reconciled_at = 0.0  # what runs but was not saved is found by the first look at the list
+        # What runs but was not saved is found by looks at the list, of which the first may be too early.
+        self._reconciled_at = 0.0
+        self._inherited_until = self._clock() + settings.create_timeout_s
         return True
 
     def _job(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -16,10 +16,11 @@ WHOLE = ("tests/chaos/", "tests/e2e/test_ray_job.py", "tests/e2e/test_run.py")
 PARTS = ("tests/e2e/",)
 
 
-def pytest_collection_modifyitems(items):
-    """Runs of whole systems first, for they take longest; then what needs no more than a moment and a core; last what
-    starts several processes."""
-    items.sort(key=lambda item: 0 if item.nodeid.startswith(WHOLE) else 2 if item.nodeid.startswith(PARTS) else 1)
+def pytest_collection_modifyitems(config, items):
+    """With two workers (``pytest -n 2 --no-loadscope-reorder``) runs of whole systems go first, for they take longest;
+    then what needs no more than a moment and a core; last what starts several processes."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: 0 if item.nodeid.startswith(WHOLE) else 2 if item.nodeid.startswith(PARTS) else 1)
 
 
 class _Scheduling(LoadScopeScheduling):

@@ -57,7 +57,12 @@ class Job:
         settings = {"batch_size": 1000, "max_staleness": 0, "max_running": 6, "max_bytes": 2**30}
         self.buffer = ReplayBuffer.options(max_concurrency=100).remote(settings)
         pool_settings = PoolSettings(
-            run_name, secrets.token_hex(4), folder / "leases.db", budget_s=DEADLINES.budget, max_idle=4
+            run_name,
+            secrets.token_hex(4),
+            folder / "leases.db",
+            budget_s=DEADLINES.budget,
+            max_idle=4,
+            reconcile_s=60.0,
         )
         self.pool = EnvPool.options(name="env_pool").remote(pool_settings, KEY, url)
         self.cleaned = ray.get(self.pool.start.remote(), timeout=60)

@@ -120,7 +120,7 @@ def command(out: Path, name: str, **keys: str) -> list[str]:
 @pytest.mark.timeout(400)
 def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, tmp_path):
     words = ["submit", "--no-wait", "--submission-id", "watched", "--working-dir", ".", "--"]
-    submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "12"}))
+    submitted = job(cluster, *words, *command(tmp_path, "watched", **{"trainer.max_steps": "24"}))
     assert submitted.returncode == 0, submitted.stderr
     training = lambda: alive(cluster, "watched") and "training" in job(cluster, "logs", "watched").stdout  # noqa: E731
     wait_for(training, JOB_TIMEOUT_S, "the training")

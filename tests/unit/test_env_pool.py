@@ -430,6 +430,22 @@ async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_flee
     assert (await reborn.close_all()).left == ()
 
 
+async def test_what_a_dead_pool_asked_for_and_comes_late_is_found_soon(local_fleet, tmp_path):
+    """Its request may be carried out after the next pool has looked at the list for the first time."""
+    shared = settings(run_name="late", nonce="same", table_path=tmp_path / "leases.db", reconcile_s=20.0)
+    dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await dead.start()
+    await dead.acquire(SPEC, 5, owner="w")
+    dead._background.cancel()  # it dies without a word
+
+    reborn = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await reborn.start()
+    await eventually(lambda: "reconcile" in reborn._jobs and reborn._jobs["reconcile"].done())
+    late = await FleetControl(KEY, local_fleet.url).make("tracker", run_id=shared.run_id, timeout_s=5)
+    await eventually(lambda: late["instance_id"] not in local_fleet.running())
+    assert (await reborn.close_all()).left == ()
+
+
 async def test_a_lease_that_is_asked_for_again_is_the_same_also_after_a_restart(local_fleet, tmp_path):
     shared = settings(run_name="again-and-again", nonce="same", table_path=tmp_path / "leases.db", tick_s=60.0)
     dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
