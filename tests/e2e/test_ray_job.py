@@ -133,7 +133,7 @@ def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(cluster, 
     exported = wait_for(lambda: alive(cluster, "watched") and first_step(cluster["metrics"]), JOB_TIMEOUT_S, what)
     assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="watched"', exported)
     wait_for(lambda: alive(cluster, "watched") and status(cluster, "watched") == "SUCCEEDED", JOB_TIMEOUT_S, "the end")
-    assert json.loads((tmp_path / "watched" / "summary.json").read_text())["steps"] == 12
+    assert json.loads((tmp_path / "watched" / "summary.json").read_text())["steps"] == 24
 
 
 @pytest.mark.timeout(120)
