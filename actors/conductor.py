@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from actors.coalescer import Coalescer
 from actors.env_pool import ACTOR_NAME, insist, release_owner
 from actors.ledger import Ledger
+from actors.replay_buffer_core import GroupHeader, TicketError
 from actors.rollout_worker import MAX_RESTARTS, GroupOrder, Peers
 from actors.task import Task
 from actors.trajectory import Cancelled, Group, InfraFailed, Outcome, StopReason, Trajectory
@@ -79,6 +81,7 @@ class Conductor:
         self._past: Counter[str] = Counter()  # what workers had counted when they died
         self._buffer = peers.buffer
         self._peers = peers
+        self._commit = Coalescer(self._send_groups)
         self._eval_ledger = Ledger()
         self._eval_groups: set[asyncio.Task] = set()
         self._eval_ends = ""  # why, once evaluations are cancelled
@@ -193,23 +196,30 @@ class Conductor:
         group.add_done_callback(self._groups.discard)
 
     async def _roll_out(self, order: GroupOrder) -> None:
-        """One group on the least loaded worker. Whatever happens, its ticket is redeemed or returned."""
+        """One group on the least loaded worker, and into the buffer. Whatever happens, its ticket is redeemed or
+        returned."""
         outcome: Outcome | None = None
         try:
-            await self._on_worker("run_group", order, self._settings.group_timeout_s)
+            header, group = await self._on_worker("run_group", order, self._settings.group_timeout_s)
+            await self._commit((order.group_id, header, group))
         except asyncio.CancelledError:
             outcome = Cancelled("the run is ending")
         except TimeoutError:
             outcome = InfraFailed(f"the group took longer than {self._settings.group_timeout_s:.0f} s")
         except (ray.exceptions.RayError, NoWorkerLeft) as error:
             outcome = InfraFailed(f"rollout worker: {_first_line(error)}")
+        except TicketError as error:
+            outcome = InfraFailed(f"replay buffer: {error}")
         if outcome is not None:
             await self._buffer.abandon.remote(order.group_id, outcome)
+
+    async def _send_groups(self, groups: list[tuple[int, GroupHeader, ray.ObjectRef]]) -> list[str | Exception]:
+        return await self._buffer.commit.remote(groups)
 
     async def _evaluate(self, method: str, order: GroupOrder, timeout_s: float, room: asyncio.Semaphore) -> Group:
         try:
             async with room:
-                group = await self._on_worker(method, order, timeout_s)
+                (group,) = await self._on_worker(method, order, timeout_s)
         except asyncio.CancelledError:
             group = _without_episodes(order, Cancelled(f"evaluation: {self._eval_ends}"))
         except (TimeoutError, ray.exceptions.RayError, NoWorkerLeft) as error:
@@ -218,13 +228,15 @@ class Conductor:
             self._eval_ledger.end(trajectory.trajectory_id, trajectory.outcome)
         return group
 
-    async def _on_worker(self, method: str, order: GroupOrder, timeout_s: float) -> Any:
+    async def _on_worker(self, method: str, order: GroupOrder, timeout_s: float) -> tuple[Any, ...]:
+        """What the worker returns first, and references to what it returns besides."""
         living = await self._some_living()
         index = min(living, key=self._load.__getitem__)
         self._load[index] += 1
-        call = getattr(self._workers[index], method).remote(order)
+        returned = getattr(self._workers[index], method).remote(order)
+        call, *others = returned if isinstance(returned, list) else [returned]
         try:
-            return await asyncio.wait_for(call, timeout_s)
+            return await asyncio.wait_for(call, timeout_s), *others
         except (asyncio.CancelledError, TimeoutError):
             # The worker cancels the group's episodes and closes their environments before the call ends. By default Ray
             # would cancel the calls it has made itself as well: a lease on its way back would never arrive.

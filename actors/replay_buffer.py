@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from actors.replay_buffer_core import GroupHeader, ReplayBufferCore, TicketError
-from actors.trajectory import Group, Outcome
+from actors.trajectory import Outcome
 
 
 class BatchTimeout(TimeoutError):
@@ -42,18 +42,16 @@ class ReplayBuffer:
         for ticket_id in ticket_ids:
             self._core.generating(ticket_id, worker)
 
-    async def commit(self, groups: list[tuple[int, GroupHeader, Group]]) -> list[str | TicketError]:
-        """Redeem tickets by ``(ticket_id, header, group)``. Returns a verdict for each, or why it was not redeemed.
-
-        The groups become Ray objects here: an object is lost with the process that made it, and a worker may die.
-        """
+    async def commit(self, groups: list[tuple[int, GroupHeader, Any]]) -> list[str | TicketError]:
+        """Redeem tickets by ``(ticket_id, header, object reference of the group)``, which Ray does not fetch where it
+        stands inside of a list. Returns a verdict for each, or why it was not redeemed."""
         verdicts = [self._commit(*group) for group in groups]
         await self._notify()
         return verdicts
 
-    def _commit(self, ticket_id: int, header: GroupHeader, group: Group) -> str | TicketError:
+    def _commit(self, ticket_id: int, header: GroupHeader, payload: Any) -> str | TicketError:
         try:
-            return self._core.commit(ticket_id, header, ray.put(group))
+            return self._core.commit(ticket_id, header, payload)
         except TicketError as error:
             return error
 

@@ -1,4 +1,4 @@
-"""RolloutWorker: an async actor that drives many episodes at once and commits their groups to the replay buffer."""
+"""RolloutWorker: an async actor that drives many episodes at once."""
 
 from __future__ import annotations
 
@@ -189,14 +189,13 @@ class EpisodeRunner:
 
 @ray.remote(max_restarts=MAX_RESTARTS)
 class RolloutWorker:
-    """The actor shell: settings in, committed groups out. One that was restarted must be given ``start`` again."""
+    """The actor shell: settings in, groups out. One that was restarted must be given ``start`` again."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._buffer: Any = None
         self._eval_policy: PolicyClient | None = None
         self._runner: EpisodeRunner | None = None
-        self._commit = Coalescer(self._send_groups)
         self._generating = Coalescer(self._send_notes)
 
     async def start(self, peers: Peers) -> str:
@@ -212,14 +211,12 @@ class RolloutWorker:
         search_seldom()
         return settings.name
 
-    async def run_group(self, order: GroupOrder) -> str:
-        """Roll a group out and redeem its ticket (``order.group_id``). Returns the buffer's verdict."""
+    @ray.method(num_returns=2)
+    async def run_group(self, order: GroupOrder) -> tuple[GroupHeader, Group]:
+        """Roll a group out. The two are objects of their own, so that the caller need not fetch the group; and they are
+        the caller's: what a worker puts into the object store is lost with it."""
         group = await self._runner.run_group(order, lambda: asyncio.ensure_future(self._generating(order.group_id)))
-        header = GroupHeader.of(group, self._settings.overlong_filtering)
-        return await self._commit((order.group_id, header, group))
-
-    async def _send_groups(self, groups: list[tuple[int, GroupHeader, Any]]) -> list[str | Exception]:
-        return await self._buffer.commit.remote(groups)
+        return GroupHeader.of(group, self._settings.overlong_filtering), group
 
     async def _send_notes(self, ticket_ids: list[int]) -> list[None]:
         try:

@@ -102,6 +102,16 @@ class Life:
             if found:
                 self.steps.setdefault(int(rest.partition("/")[0]), time.monotonic())
 
+    @property
+    def newest(self) -> int:
+        """The last step that was trained; 0: none."""
+        return max(list(self.steps), default=0)
+
+    def next_after(self, struck: float, trained: int) -> float | None:
+        """When the first step beyond ``trained`` was, after the blow."""
+        later = [when for step, when in list(self.steps.items()) if step > trained and when > struck]
+        return min(later, default=None)
+
     def wait_for(self, condition: Callable[[], bool], deadline: float) -> None:
         while not condition() and self.process.poll() is None:
             if time.monotonic() > deadline:
@@ -166,14 +176,14 @@ def strike(kind: str, name: str, out: Path, rng: random.Random) -> float:
     deadline = time.monotonic() + RUN_TIMEOUT_S
     life = Life.begin(name, out, resume=False)
     after = rng.randrange(1, STEPS - 1)
-    life.wait_for(lambda: any(step >= after for step in life.steps), deadline)
+    life.wait_for(lambda: life.newest >= after, deadline)
     time.sleep(rng.uniform(0, 0.5))
-    struck, trained = time.monotonic(), max(life.steps)
+    struck, trained = time.monotonic(), life.newest
     victim = strike_one(life, kind, rng)
     if kind == "driver":
         life = Life.begin(name, out, resume=True)
-    life.wait_for(lambda: any(when > struck and step > trained for step, when in life.steps.items()), deadline)
-    recovered = next((when for step, when in sorted(life.steps.items()) if step > trained and when > struck), None)
+    life.wait_for(lambda: life.next_after(struck, trained) is not None, deadline)
+    recovered = life.next_after(struck, trained)
     life.wait_for(lambda: False, deadline)
     _strike_stopped(victim, kind)
     if life.process.returncode != 0:

@@ -68,12 +68,13 @@ class Rollouts:
         """Until it is killed, or a group fails."""
         group = group_of(nbytes)
         header = GroupHeader.of(group, overlong_filtering=False)
+        nothing = ray.put(None) if nbytes == 0 else None
         commit, note = Coalescer(buffer.commit.remote), Coalescer(lambda ids: _noted(buffer, ids))
 
         async def roll_out(ticket: int, version: int, ids: list[str]) -> None:
             outcomes = dict(zip(ids, header.outcomes.values(), strict=True))
             own = GroupHeader(**vars(header) | {"outcomes": outcomes, "oldest_version": version})
-            committed = commit((ticket, own, group))
+            committed = commit((ticket, own, ray.put(group) if nothing is None else nothing))
             await asyncio.gather(note(ticket), committed)
 
         async with asyncio.TaskGroup() as groups:
@@ -109,7 +110,7 @@ def measure(seconds: float, nbytes: int) -> dict[str, float]:
         step += 1
         batch = _batch(buffer, step, running)
         fetched = ray.get(batch["refs"], timeout=TIMEOUT_S)
-        read += sum(int(t.mask.sum(dtype=np.int64)) * 9 for group in fetched for t in group.trajectories)
+        read += sum(int(t.mask.sum(dtype=np.int64)) * 9 for group in fetched if group for t in group.trajectories)
         groups += len(fetched)
         del fetched
         store = max(store, _store_used())

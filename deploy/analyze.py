@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from deploy.argument_types import natural
+
 FILES = ("report.html", "analysis.json", "experiments.md")
 
 
@@ -63,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="smallest change of a success rate, in percentage points, that matters; default: %(default).0f",
     )
     parser.add_argument(
-        "--max-episodes", type=_count, default=5_000, metavar="N", help="episodes in report.html; default: %(default)s"
+        "--max-episodes", type=natural, default=5_000, metavar="N", help="episodes in report.html; default: %(default)s"
     )
     return parser.parse_args(arguments)
 
@@ -72,13 +74,6 @@ def _points(text: str) -> float:
     value = float(text)
     if not 0 < value < 100:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100 points")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return value
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from deploy.argument_types import positive, within
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,12 +59,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--split", default="eval", metavar="eval|train|FILE", help="a side of the run's tasks, or a task file"
     )
-    parser.add_argument("--tasks", type=_count, metavar="N", help="at most N tasks of each environment")
-    parser.add_argument("--samples", type=_count, metavar="K", help="attempts at a task; default: as in the run")
-    parser.add_argument("--temperature", type=_within(0, 2), metavar="T", help="default: as in the run; 0 is greedy")
+    parser.add_argument("--tasks", type=positive, metavar="N", help="at most N tasks of each environment")
+    parser.add_argument("--samples", type=positive, metavar="K", help="attempts at a task; default: as in the run")
+    parser.add_argument("--temperature", type=within(0, 2), metavar="T", help="default: as in the run; 0 is greedy")
     parser.add_argument("--greedy", action="store_true", help="temperature 0, one attempt at a task")
-    parser.add_argument("--top-p", type=_within(0, 1), metavar="P", help="default: as in the run")
-    parser.add_argument("--max-tokens", type=_count, metavar="N", help="tokens of one turn; default: as in the run")
+    parser.add_argument("--top-p", type=within(0, 1), metavar="P", help="default: as in the run")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of one turn; default: as in the run")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"gets global_step_N/ or eval_only/; default: {OUT}/NAME of the run"
     )
@@ -76,25 +77,6 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.top_p == 0:
         parser.error("argument --top-p: 0 leaves no token")
     return options, overrides
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
-    return int(text)
-
-
-def _within(low: float, high: float):
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low} to {high}")
-        return value
-
-    return number
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -151,7 +133,9 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
             facts["uploaded_to"] = location
         except StorageError as error:
             problem = f"{folder} is not uploaded: {error}"
-    (folder / RESULT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    partial = folder / f".{RESULT}.partial"
+    partial.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / RESULT)
     _show(facts, done)
     if options.json:
         print(json.dumps(facts), flush=True)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.argument_types import natural, number, positive
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -58,16 +60,16 @@ def _parse(arguments: Sequence[str]) -> dict[str, object]:
     add("--modality", choices=MODALITIES, help="only these tasks (default: all; for preset skyrl: tool_use)")
     add("--env-key", dest="env_keys", metavar="A,B", type=_names, default=frozenset(), help="only these environments")
     add("--difficulty", dest="difficulties", metavar="1,2", type=_numbers, default=frozenset(), help="only these")
-    add("--max-tasks", metavar="N", type=_positive, help="the first N that are left by then")
+    add("--max-tasks", metavar="N", type=positive, help="the first N that are left by then")
     add("--held-out", metavar="A,B", type=_names, default=frozenset(), help="environments for evaluation only")
     free = parser.add_argument_group("for presets stable and custom")
     free.add_argument("--eval-ratio", dest="ratio", metavar="R", type=_share, help="share held out (default: 0.2)")
     free.add_argument(
-        "--min-eval", dest="minimum", metavar="N", type=_natural,
+        "--min-eval", dest="minimum", metavar="N", type=natural,
         help="an environment that would hold out fewer goes to training whole (default: 5)",
     )  # fmt: skip
     free.add_argument(
-        "--max-eval-per-env", dest="cap", metavar="N", type=_positive,
+        "--max-eval-per-env", dest="cap", metavar="N", type=positive,
         help="most tasks an environment holds out (default: 20)",
     )  # fmt: skip
     check = parser.add_argument_group("against an earlier version")
@@ -91,42 +93,21 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _numbers(text: str) -> frozenset[int]:
-    return frozenset(_number(name, int, "whole numbers, with commas between them") for name in _names(text))
-
-
-def _positive(text: str) -> int:
-    value = _natural(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _natural(text: str) -> int:
-    value = _number(text, int, "a whole number")
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
+    return frozenset(number(name, int, "a whole number (several go with commas between them)") for name in _names(text))
 
 
 def _share(text: str) -> float:
-    value = _number(text, float, "a number between 0 and 1")
+    value = number(text, float, "a number between 0 and 1")
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
     return value
 
 
 def _similarity(text: str) -> float:
-    value = _number(text, float, "a number above 0 and at most 1")
+    value = number(text, float, "a number above 0 and at most 1")
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
     return value
-
-
-def _number(text: str, kind: type, expected: str):
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}': expected {expected}") from None
 
 
 # -- report
@@ -155,8 +136,8 @@ def _table(prepared: Prepared) -> Table:
     table = Table(title=f"Preset {prepared.preset}", title_justify="left", box=box.SIMPLE_HEAD, show_footer=True)
     total = sum(counts.total for counts in prepared.per_env.values())
     table.add_column("environment", "all", overflow="fold")
-    for name, number in (("train", prepared.train), ("eval", prepared.eval), ("total", total)):
-        table.add_column(name, f"{number:,}", justify="right")
+    for name, count in (("train", prepared.train), ("eval", prepared.eval), ("total", total)):
+        table.add_column(name, f"{count:,}", justify="right")
     table.add_column("dropped", _reasons(prepared.dropped), overflow="fold")
     for env_key, counts in prepared.per_env.items():
         numbers = (f"{number:,}" for number in (counts.train, counts.eval, counts.total))

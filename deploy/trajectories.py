@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.argument_types import positive
+
 if TYPE_CHECKING:
     from train.trajectory_reader import Selection
 
@@ -47,7 +49,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     show = _action(actions, "show", _show, "one trajectory in full, or a table of those that are selected")
     show.add_argument("trajectory", metavar="ID", nargs="?", help="the trajectory; without it, a table")
     show.add_argument("--full", action="store_true", help="do not shorten long messages")
-    show.add_argument("--limit", type=_positive, default=LISTED, help="lines of the table; default: %(default)s")
+    show.add_argument("--limit", type=positive, default=LISTED, help="lines of the table; default: %(default)s")
     _add_selection(show)
     grep = _action(actions, "grep", _grep, "where a regular expression matches in a message")
     grep.add_argument("pattern", metavar="PATTERN", help="a regular expression of Python's re")
@@ -55,7 +57,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     grep.add_argument("-l", "--ids", action="store_true", help="only the ids of trajectories that match")
     grep.add_argument("-c", "--count", action="store_true", help="only how many trajectories and places match")
     grep.add_argument("--role", help="only in messages of this role: system, user, assistant, tool, note")
-    grep.add_argument("--limit", type=_positive, help="end after this many matches")
+    grep.add_argument("--limit", type=positive, help="end after this many matches")
     _add_selection(grep)
     export = _action(actions, "export", _export, "write a data set for other tools")
     export.add_argument("--format", required=True, choices=["openai", "trl", "verl"], dest="form")
@@ -63,7 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_selection(export, default_outcome="graded")
     recover = _action(actions, "recover", _recover, "finish what a killed run left in its spool, and upload it")
     recover.add_argument("--upload-to", metavar="S3", help="upload the files that are not in this folder in S3 yet")
-    recover.add_argument("--timeout", type=_positive, default=600, metavar="S", help="seconds; default: %(default)s")
+    recover.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds; default: %(default)s")
     return parser.parse_args(arguments)
 
 
@@ -85,12 +87,6 @@ def _add_selection(parser: argparse.ArgumentParser, default_outcome: str | None 
         "--outcome", choices=[*OUTCOMES, "any"], default=default_outcome or "any", help=f"how it ended{default}"
     )
     group.add_argument("--reward", metavar="RANGE", help="1, 0.5:, :0; leaves out what was not graded")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return int(text)
 
 
 def _mention_spool(options: argparse.Namespace) -> None:

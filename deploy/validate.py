@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploy.argument_types import number, positive, within
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -79,8 +81,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", required=True, metavar="DIR", type=Path, help="where results go; an earlier run there is gone on from")
     add("--replay", action=yes_no, default=True, help="carry out recorded calls (reference_tool_calls); default: yes")
     add("--verifier", action=yes_no, default=True, help="try the verifier untouched and after a replay; default: yes")
-    add("--max-tasks", metavar="N", type=_positive, help="only the first N tasks")
-    add("--concurrency", metavar="N", type=_positive, default=8, help="tasks, and instances, at once; default: 8")
+    add("--max-tasks", metavar="N", type=positive, help="only the first N tasks")
+    add("--concurrency", metavar="N", type=positive, default=8, help="tasks, and instances, at once; default: 8")
     add("--fleet", choices=("hosted", "local"), default="hosted", help="local: the embedded one; default: %(default)s")
     add("--dry-run", action="store_true", help="say what would be done, and what it may take; nothing is started")
     add("--json", action="store_true", help="one JSON line on standard output; all else goes to standard error")
@@ -88,14 +90,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = teacher.add_argument
     add("--teacher-url", metavar="URL", type=_url, help="an OpenAI-compatible endpoint, mostly ending in /v1")
     add("--teacher-model", metavar="NAME", help="the model to ask for there")
-    add("--attempts", metavar="K", type=_positive, default=4, help="at each task; default: 4")
+    add("--attempts", metavar="K", type=positive, default=4, help="at each task; default: 4")
     add("--unsolved", choices=("reject", "hard"), default="reject", help="tasks never solved: reject, or mark as hard")
     add("--teacher-tools", choices=("native", "text"), default="native",
         help="text: calls in <tool_call> tags, where the endpoint has no tool calling")  # fmt: skip
-    add("--temperature", metavar="T", type=_temperature, help="default: the endpoint's own")
-    add("--max-turns", metavar="N", type=_positive, default=50, help="of an attempt; default: 50")
-    add("--max-tokens", metavar="N", type=_positive, default=8192, help="of a turn; default: 8192")
-    add("--max-input-tokens", metavar="N", type=_positive, default=48_000,
+    add("--temperature", metavar="T", type=within(0, 2), help="default: the endpoint's own")
+    add("--max-turns", metavar="N", type=positive, default=50, help="of an attempt; default: 50")
+    add("--max-tokens", metavar="N", type=positive, default=8192, help="of a turn; default: 8192")
+    add("--max-input-tokens", metavar="N", type=positive, default=48_000,
         help="a longer dialogue takes no further turn; default: 48000")  # fmt: skip
     add("--price-in", metavar="P", type=_price, help="money for a million tokens read")
     add("--price-out", metavar="P", type=_price, help="money for a million tokens written")
@@ -112,32 +114,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 # -- argument types
 
 
-def _positive(text: str) -> int:
-    value = _number(text, int, "a whole number")
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _number(text, float, "a number from 0 to 2")
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2, not {text}")
-    return value
-
-
 def _price(text: str) -> float:
-    value = _number(text, float, "an amount of money")
+    value = number(text, float, "an amount of money")
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must not be {text}")
     return value
-
-
-def _number(text: str, kind: type, expected: str):
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}': expected {expected}") from None
 
 
 def _url(text: str) -> str:

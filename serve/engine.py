@@ -433,7 +433,9 @@ def _build(config: PolicyConfig, model_path: str | Path) -> AsyncLLM:
     arguments = _engine_args(config, model_path)
     if not start_fork_server(config):
         return AsyncLLM.from_engine_args(arguments)
-    # In a Ray actor vLLM insists on a process that begins from nothing, and it has no setting for a third way.
+    # In a Ray actor vLLM insists on a process that begins from nothing, because a forked actor hangs
+    # (https://github.com/vllm-project/vllm/pull/14705). What is forked here is none. Can go once vLLM takes forkserver
+    # for VLLM_WORKER_MULTIPROC_METHOD.
     own, engine_utils.get_mp_context = engine_utils.get_mp_context, ForkContext
     try:
         return AsyncLLM.from_engine_args(arguments)

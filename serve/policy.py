@@ -85,6 +85,7 @@ class Policy:
         self._abandoned = 0  # version of the last update that the learner gave up
         self._report: UpdateReport | None = None
         self._replica = serve.get_replica_context().replica_id.unique_id
+        self._engine: Engine | None = None
         self._renewal: asyncio.Task[None] | None = None  # under way, or failed
         self._closing = False
         self._ended: Counter[str] = Counter()  # what the engines before this one did
@@ -100,7 +101,12 @@ class Policy:
         version, ref = await self._published()
         self._folder = SharedFolder(self._app_name)
         at_model_path = version if ref is None else 0
-        self._engine: Engine = await Engine.start(self._config, self._model_path, self._folder, at_model_path)
+        engine = await Engine.start(self._config, self._model_path, self._folder, at_model_path)
+        if self._engine is not None:
+            self._ended.update(
+                finished_requests=self._engine.finished_requests, sampled_tokens=self._engine.sampled_tokens
+            )
+        self._engine = engine
         engine_s = time.monotonic() - began
         try:
             async with asyncio.timeout(limit_s):
@@ -134,7 +140,6 @@ class Policy:
         if dead.finished_requests < 2:
             dead.require_alive()  # it answered nothing since its start: another one would fare no better
         logger.warning("replica %s: a new engine takes the place of the one that died", self._replica)
-        self._ended.update(finished_requests=dead.finished_requests, sampled_tokens=dead.sampled_tokens)
         await self._start_engine()
         self._renewal = None
 
@@ -289,8 +294,9 @@ class Policy:
         self._closing = True
         if self._renewal is not None:
             self._renewal.cancel()
-            await asyncio.wait([self._renewal])
-        await self._engine.shutdown()
+            await asyncio.wait([self._renewal], timeout=SHUTDOWN_TIMEOUT_S)
+        if self._engine is not None:
+            await self._engine.shutdown()
         close_fork_server()
 
 
@@ -319,11 +325,11 @@ class PolicyClient:
     ) -> Completion:
         """Sample one turn on some replica; see :meth:`serve.engine.Engine.generate` for what it raises besides.
 
-        Args:
-            session_id: requests of one session meet the replica that knows their prefix.
-
         The caller bounds the time it takes. A turn whose replica dies begins again on another, or on its successor: it
         has changed nothing, and its prompt holds all of the episode.
+
+        Args:
+            session_id: requests of one session meet the replica that knows their prefix.
 
         Raises:
             RayError: one replica after the other died or could not be reached.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.moto_api._internal import moto_api_backend
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -105,6 +106,18 @@ def serving_s3() -> Iterator[S3Server]:
         listener.shutdown()
         thread.join()
         listener.server_close()
+
+
+@contextlib.contextmanager
+def serving_bucket(name: str) -> Iterator[S3Server]:
+    """The same with a bucket, and with this process's S3 client led to it; pauses between attempts are short."""
+    with serving_s3() as server, pytest.MonkeyPatch.context() as patch:
+        for variable, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": server.url}).items():
+            patch.setenv(variable, value)
+        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
+        server.backend.create_bucket(name, ENVIRONMENT["AWS_DEFAULT_REGION"])
+        yield server
+        server.arm()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ What a rank does is in ``train/learner_rank.py``, which only the ranks' own proc
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.lineage import Lineage
 from train.advantages import Estimator
+from train.beside import Beside
 from train.learner_control import LearnerControl
 from train.losses import LossSettings
 from train.trajectory_store import StoreSettings
@@ -147,8 +147,10 @@ class Job:
     control: Any  # actor handle of LearnerControl
 
 
-class LearnerHandle:
+class LearnerHandle(Beside):
     """A learner that runs beside its caller: ``start``, then ``done`` or ``join``; ``stop`` ends it early.
+
+    ``join`` raises :class:`LearnerError`; the message is the first failure of any rank.
 
     Args:
         source: actor handle of a :class:`BatchSource`.
@@ -157,30 +159,9 @@ class LearnerHandle:
     """
 
     def __init__(self, settings: LearnerSettings, source: Any, publisher: Publisher, on_step: StepReport) -> None:
+        super().__init__("learner")
         self._control = LearnerControl.options(name=f"{settings.run_name}:learner-control").remote()
         self._job = Job(_absolute(settings), source, publisher, on_step, self._control)
-        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
-        self._error: LearnerError | None = None
-
-    def start(self) -> None:
-        """Start the ranks. Returns at once."""
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not; ``join`` says which."""
-        return not self._thread.is_alive()
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end. Returns whether it has ended.
-
-        Raises:
-            LearnerError: it failed; the message is the first failure of any rank.
-        """
-        self._thread.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return self.done
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the step in progress, without a checkpoint. Ranks that still run after ``timeout_s`` are killed.

@@ -18,7 +18,7 @@ def test_a_run_outlives_the_death_of_parts_that_are_replaced_without_ending_it(t
     life = chaos.Life.begin("blows", tmp_path, resume=False)
     try:
         for step, kind in enumerate(("engine", "rollout_worker", "env_pool"), start=1):
-            life.wait_for(lambda least=step: max(life.steps, default=0) >= least, deadline)
+            life.wait_for(lambda least=step: life.newest >= least, deadline)
             time.sleep(rng.uniform(0, 0.5))
             chaos.strike_one(life, kind, rng)
         life.wait_for(lambda: False, deadline)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import signal
 from statistics import fmean
 
@@ -202,6 +203,13 @@ async def test_a_start_that_takes_too_long_leaves_no_process(model):
     with pytest.raises(EngineDead, match="did not start within 0.5 s"):
         await Engine.start(CONFIG.model_copy(update={"startup_timeout_s": 0.5}), model)
     assert not [child for child in set(psutil.Process().children(recursive=True)) - before if "Engine" in child.name()]
+
+
+async def test_an_engine_is_forked_from_a_process_that_has_imported_vllm(engine):
+    """vLLM has no setting for it: a version that makes its processes elsewhere would spawn them, slowly, unnoticed."""
+    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())
+    assert core.parent().ppid() == os.getpid()
 
 
 async def test_another_vllm_is_named_with_the_ones_that_fit():

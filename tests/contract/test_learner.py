@@ -125,7 +125,7 @@ def _commit(buffer, groups: list[Group]) -> None:
     for group in groups:
         ((ticket, _),) = ray.get(buffer.issue.remote(10))
         ray.get(buffer.start.remote([(ticket, group.task_key, [t.trajectory_id for t in group.trajectories])]))
-        commit = buffer.commit.remote([(ticket, GroupHeader.of(group, True), group)])
+        commit = buffer.commit.remote([(ticket, GroupHeader.of(group, True), ray.put(group))])
         assert ray.get(commit) == ["buffered"]
 
 

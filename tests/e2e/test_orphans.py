@@ -17,6 +17,7 @@ from actors.conductor import worker_name
 from actors.env_pool_core import run_prefix
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import SlotState, load_slots
+from actors.trajectory import Group
 from serve.ray_start import start_ray
 from tests.e2e.orphan_job import Job
 from tests.e2e.runs import kill_tree
@@ -90,6 +91,9 @@ def test_a_killed_worker_loses_its_leases_and_works_again_while_the_others_go_on
     assert status(job)["episodes"] >= before["episodes"] + 8, "what the dead had counted stays counted"
     ledger = ray.get(job.buffer.snapshot.remote(), timeout=30)["ledger"]
     assert ledger["balanced"] and ledger["infra_failed"] > 0
+    _, groups = ray.get(job.buffer.state.remote(), timeout=30)
+    kept = ray.get(list(groups.values()), timeout=30)
+    assert len(kept) > 2 and all(isinstance(group, Group) for group in kept), "committed groups outlive their workers"
 
 
 @pytest.mark.timeout(240)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.s3_server import ENVIRONMENT, serving_s3
+from tests.s3_server import serving_bucket
 from tests.trajectories import make_groups
 from train import s3
 from train.eval_upload import EvalUpload, eval_prefix
@@ -18,11 +18,7 @@ class Tokenizer:
 
 @pytest.fixture(scope="module")
 def server():
-    with serving_s3() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": server.url}).items():
-            patch.setenv(name, value)
-        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
-        server.backend.create_bucket("skyrl-trajectories", ENVIRONMENT["AWS_DEFAULT_REGION"])
+    with serving_bucket("skyrl-trajectories") as server:
         yield server
 
 

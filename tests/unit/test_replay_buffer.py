@@ -286,12 +286,6 @@ def test_an_abandonment_that_its_groups_commit_overtook_changes_nothing():
 Actor = ReplayBuffer.__ray_metadata__.modified_class
 
 
-@pytest.fixture(autouse=True)
-def no_object_store(monkeypatch):
-    """Groups stay what they are: ``ray.put`` would start a whole Ray."""
-    monkeypatch.setattr("actors.replay_buffer.ray.put", lambda group: group)
-
-
 def actor(**overrides):
     return Actor({"batch_size": 2, "max_staleness": 1, "max_running": 100, "max_bytes": 10**9} | overrides)
 

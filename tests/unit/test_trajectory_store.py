@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trajectory import Group
-from tests.s3_server import ENVIRONMENT, Fault, serving_s3, silent_server, url_of
+from tests.s3_server import ENVIRONMENT, Fault, serving_bucket, silent_server, url_of
 from tests.trajectories import facts, make_groups, make_trajectory, trajectories
 from train import s3, trajectory_store
 from train.background_upload import BackgroundUpload, missing
@@ -457,13 +457,8 @@ def test_a_store_that_cannot_be_meant_is_one_clear_line(keys, words):
 
 @pytest.fixture(scope="module")
 def server():
-    with serving_s3() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": server.url}).items():
-            patch.setenv(name, value)
-        patch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda self, context: 0.01)
-        server.backend.create_bucket("trajectories", ENVIRONMENT["AWS_DEFAULT_REGION"])
+    with serving_bucket("trajectories") as server:
         yield server
-        server.arm()
 
 
 def contents(prefix: str, folder: Path) -> dict[str, bytes]:
