@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # OpenEnv servers a run starts itself: the program of each.
 LOCAL_OPENENV = {"local:browse": "actors.envs.browse"}
+VARIABLE = re.compile(r"\$\{(\w+)\}")  # an environment variable in a header's value
 
 
 class Section(BaseModel):
@@ -109,6 +111,9 @@ class EnvironmentConfig(Section):
     openenv: dict[str, str] = Field(
         {}, description="OpenEnv servers: env_key to URL, or to local:browse, which the run starts and ends itself"
     )
+    openenv_headers: dict[str, dict[str, str]] = Field(
+        {}, description="HTTP headers for these servers, by env_key; ${NAME} in a value is an environment variable"
+    )
     openenv_max_sessions: int = Field(
         32, ge=1, description="episodes a RolloutWorker has at once on one OpenEnv server; others wait"
     )
@@ -120,6 +125,27 @@ class EnvironmentConfig(Section):
             if url not in LOCAL_OPENENV and not re.match(r"(https?|wss?)://[^/]", url):
                 raise ValueError(f"'{env_key}' must be an http, https, ws or wss URL, or {' or '.join(LOCAL_OPENENV)}")
         return servers
+
+    def secret_headers(self, variables: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """``openenv_headers`` with the variables put in. Not for files: the configuration keeps the names.
+
+        Raises:
+            ValueError: a variable is not set, or a header cannot be sent.
+        """
+        return {
+            env_key: {name: _header(env_key, name, value, variables) for name, value in headers.items()}
+            for env_key, headers in self.openenv_headers.items()
+        }
+
+
+def _header(env_key: str, name: str, value: str, variables: Mapping[str, str]) -> str:
+    missing = [each for each in VARIABLE.findall(value) if each not in variables]
+    if missing:
+        raise ValueError(f"'{env_key}', header {name}: the environment variable {missing[0]} is not set")
+    sent = VARIABLE.sub(lambda found: variables[found[1]], value)
+    if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[\x20-\x7e\t]*", sent):
+        raise ValueError(f"'{env_key}', header {name}: its name or value holds what no HTTP header may")
+    return sent
 
 
 class BufferConfig(Section):

@@ -44,6 +44,7 @@ class WorkerSettings:
     overlong_filtering: bool
     openenv: dict[str, str] = field(default_factory=dict)  # URL of the OpenEnv server of an env_key
     openenv_max_sessions: int = 32  # at once with each of them
+    openenv_headers: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)  # may hold secrets
     partial_reward: bool = False
 
 
@@ -113,7 +114,7 @@ class EpisodeRunner:
         self._settings = settings
         self._policy = policy
         self._pool = pool
-        self._openenv = OpenEnvServers(settings.openenv, settings.openenv_max_sessions)
+        self._openenv = OpenEnvServers(settings.openenv, settings.openenv_max_sessions, settings.openenv_headers)
         generator = settings.generator
         self._prompter = Prompter(tokenizer, generator.tools_channel, generator.chat_template_kwargs)
         self._limits = EpisodeLimits(

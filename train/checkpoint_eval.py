@@ -191,7 +191,12 @@ def check(config: RunConfig, policy: Policy, tasks: list[Task]) -> tuple[RunConf
                 }
             ),
             "environment": environment.model_copy(
-                update={"openenv": {env: url for env, url in environment.openenv.items() if env in envs}}
+                update={
+                    "openenv": {env: url for env, url in environment.openenv.items() if env in envs},
+                    "openenv_headers": {
+                        env: headers for env, headers in environment.openenv_headers.items() if env in envs
+                    },
+                }
             ),
             "policy": config.policy.model_copy(update={"eval_replicas": 0}),
             "debug": DebugConfig(),

@@ -141,6 +141,13 @@ def check_env_keys(config: RunConfig, tasks: dict[str, Task]) -> None:
     for env_key in environment.openenv:
         if env_key not in tasks:
             raise ConfigError(f"environment.openenv names '{env_key}', but no task has that env_key")
+    for env_key in environment.openenv_headers:
+        if env_key not in environment.openenv:
+            raise ConfigError(f"environment.openenv_headers names '{env_key}', which environment.openenv does not")
+    try:
+        environment.secret_headers(os.environ)
+    except ValueError as error:
+        raise ConfigError(f"environment.openenv_headers: {error}") from None
     of_fleet = [task for env_key, task in tasks.items() if env_key not in environment.openenv]
     if environment.local_applications and environment.fleet != "local":
         raise ConfigError("environment.local_applications is for environment.fleet 'local' only")

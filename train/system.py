@@ -25,6 +25,7 @@ from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import GroupOrder, Peers, RolloutWorker, WorkerSettings
 from actors.task import Task
 from actors.trajectory import Group
+from actors.weight_store import ACTOR_NAME as WEIGHT_STORE
 from actors.weight_store import PinnedWeights, WeightStore
 from serve.policy import CALLER_ENVIRONMENT, PolicyClient, PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.sampling import Sampling
@@ -197,7 +198,7 @@ class System:
                 "window": config.buffer.window,
             }
         )
-        self._store = WeightStore.options(name="weight_store").remote(str(self._run_dir))
+        self._store = WeightStore.options(name=WEIGHT_STORE).remote(str(self._run_dir), secrets.token_hex(4))
         if self._uses_fleet:
             self._start_pool()
 
@@ -228,7 +229,7 @@ class System:
         self._cleanup.callback(self._policy.shutdown)
         self._eval_policy: PolicyClient | None = None
         if replicas := self._config.policy.eval_replicas:
-            self._pinned = PinnedWeights.options(name="pinned_weights").remote(self._store)
+            self._pinned = PinnedWeights.options(name="pinned_weights").remote()
             settings = self._config.policy.model_copy(update={"num_replicas": replicas})
             self._eval_policy = deploy_policy(settings, self._policy_path, self._pinned, app_name=f"{name}-eval")
             self._cleanup.callback(self._eval_policy.shutdown)
@@ -256,6 +257,7 @@ class System:
                     overlong_filtering=config.trainer.algorithm.overlong_filtering,
                     openenv=self._openenv,
                     openenv_max_sessions=config.environment.openenv_max_sessions,
+                    openenv_headers=config.environment.secret_headers(os.environ),
                     partial_reward=config.environment.partial_reward,
                 ),
             )

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,10 +97,11 @@ class Session:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def connect(cls, url: str) -> Session:
+    async def connect(cls, url: str, headers: Mapping[str, str]) -> Session:
         """Open a connection. The server accepts it before it knows whether it has room: ask something to find out."""
         ws = await http_session().ws_connect(
             f"{url}/ws",
+            headers=headers,
             timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
             heartbeat=PING_INTERVAL_S,
             max_msg_size=MAX_MESSAGE_BYTES,
@@ -307,10 +308,14 @@ class OpenEnvServers:
     Args:
         urls: by ``env_key``; ``http``, ``https``, ``ws`` or ``wss``.
         max_sessions: this worker's sessions with one server at once.
+        headers: by ``env_key``; sent with every request.
     """
 
-    def __init__(self, urls: dict[str, str], max_sessions: int) -> None:
+    def __init__(
+        self, urls: dict[str, str], max_sessions: int, headers: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
         self._urls = urls
+        self._headers = headers or {}
         self._max_sessions = max_sessions
         self._free = {env_key: asyncio.Semaphore(max_sessions) for env_key in urls}
 
@@ -334,7 +339,8 @@ class OpenEnvServers:
             raise OpenEnvFailure(
                 f"all {self._max_sessions} sessions with {url} are in use (environment.openenv_max_sessions)"
             ) from None
-        env = OpenEnvTaskEnv(task, url, deadlines=deadlines, on_close=free.release)
+        headers = self._headers.get(task.env_key)
+        env = OpenEnvTaskEnv(task, url, headers=headers, deadlines=deadlines, on_close=free.release)
         try:
             await env.connect_async(deadline - loop.time())
         except BaseException:
@@ -352,6 +358,7 @@ class OpenEnvTaskEnv:
 
     Args:
         url: of the server.
+        headers: sent with every request, the WebSocket's opening included.
         deadlines: of each phase. One attempt to connect takes at most ``CONNECT_TIMEOUT_S``, listing the tools
             ``LIST_TIMEOUT_S``.
         on_close: called once, when the session has ended.
@@ -362,11 +369,13 @@ class OpenEnvTaskEnv:
         task: Task,
         url: str,
         *,
+        headers: Mapping[str, str] | None = None,
         deadlines: DeadlinesConfig | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.task = task
         self._url = re.sub(r"^ws", "http", url.rstrip("/"))
+        self._headers = headers or {}
         self._deadlines = deadlines or DeadlinesConfig()
         self._on_close = on_close
         self._session: Session | None = None
@@ -488,7 +497,7 @@ class OpenEnvTaskEnv:
         session: Session | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                session = await Session.connect(self._url)
+                session = await Session.connect(self._url, self._headers)
                 await session.request("state")  # whatever it answers, it has a session for us
                 self._custom = await self._read_action_schema()
                 return session
@@ -498,8 +507,9 @@ class OpenEnvTaskEnv:
             if isinstance(error, TimeoutError):
                 raise OpenEnvFailure(f"{self._url}: no session within {timeout_s:.1f} s", transient=True) from None
             if isinstance(error, aiohttp.WSServerHandshakeError):
+                hint = " (environment.openenv_headers)" if error.status in (401, 403) else ""
                 raise OpenEnvFailure(
-                    f"{self._url}/ws answers {error.status} instead of opening a WebSocket",
+                    f"{self._url}/ws answers {error.status} instead of opening a WebSocket{hint}",
                     transient=error.status >= 500,
                 ) from None
             if isinstance(error, EpisodeLost):
@@ -509,7 +519,7 @@ class OpenEnvTaskEnv:
             raise
 
     async def _read_action_schema(self) -> dict[str, Any] | None:
-        async with http_session().get(f"{self._url}/schema") as reply:
+        async with http_session().get(f"{self._url}/schema", headers=self._headers) as reply:
             text = await reply.text(errors="replace")
             if reply.status != 200:
                 raise OpenEnvFailure(f"{self._url}/schema answers {reply.status}", transient=reply.status >= 500)

@@ -365,6 +365,36 @@ async def test_a_servers_own_action_is_one_tool_with_its_schema(lamps):
     await all_closed()
 
 
+@pytest.fixture
+async def gated_lamps():
+    """Behind a gate that lets nothing pass without the key: neither the WebSocket nor the schema."""
+    app = create_app(Lamps, LampAction, LampObservation, max_concurrent_envs=8)
+
+    async def gate(scope, receive, send):
+        if scope["type"] == "lifespan" or (b"authorization", b"Bearer k3y") in scope["headers"]:
+            return await app(scope, receive, send)
+        if scope["type"] == "http":
+            return await JSONResponse({}, 401)(scope, receive, send)
+        await send({"type": "websocket.close"})  # before it was accepted: the server answers 403
+
+    Lamps.opened = Lamps.closed = 0
+    Lamps.release = threading.Event()
+    async with served(gate) as url:
+        yield url
+        Lamps.release.set()
+
+
+async def test_headers_open_a_server_that_asks_for_a_key(gated_lamps):
+    task = lamp_task()
+    servers = OpenEnvServers({"lamps": gated_lamps}, 2, {"lamps": {"Authorization": "Bearer k3y"}})
+    env = await servers.open(task, QUICK)
+    assert (await env.reset_async()).tools
+    await env.close_async()
+    await all_closed()
+    with pytest.raises(OpenEnvFailure, match=r"/ws answers 403 instead of .* \(environment.openenv_headers\)"):
+        await OpenEnvServers({"lamps": gated_lamps}, 2, {"other": {"Authorization": "Bearer k3y"}}).open(task, QUICK)
+
+
 async def test_every_episode_of_a_task_begins_with_the_same_seed(lamps):
     for _ in range(2):
         env = OpenEnvTaskEnv(lamp_task(), lamps, deadlines=QUICK)

@@ -57,3 +57,28 @@ def test_a_server_no_task_uses_is_an_error(tmp_path):
 def test_what_is_no_address_of_a_server_is_refused(url):
     with pytest.raises(ConfigError, match="'environment.openenv'.*'wordle' must be an http, https, ws or wss URL"):
         load_config(DEMO, ["--environment.openenv", json.dumps({"wordle": url})])
+
+
+def headers(**values) -> list[str]:
+    return ["--environment.openenv_headers", json.dumps(values)]
+
+
+def test_a_header_takes_its_secret_from_the_environment_and_the_configuration_keeps_the_name():
+    config = load_config(BROWSE, [*TINY, *headers(browse={"Authorization": "Bearer ${KEY} ${KEY2}", "X-Team": "a"})])
+    sent = config.environment.secret_headers({"KEY": "s3cret", "KEY2": "${KEY}"})
+    assert sent == {"browse": {"Authorization": "Bearer s3cret ${KEY}", "X-Team": "a"}}
+    assert "s3cret" not in config.model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"browse": {"Authorization": "Bearer ${NOT_SET_1}"}}, "the environment variable NOT_SET_1 is not set"),
+        ({"wordle": {"Authorization": "x"}}, "names 'wordle', which environment.openenv does not"),
+        ({"browse": {"Authorization": "two\nlines"}}, "its name or value holds what no HTTP header may"),
+        ({"browse": {"": "x"}}, "its name or value holds what no HTTP header may"),
+    ],
+)
+def test_headers_that_cannot_be_sent_are_one_line_before_anything_starts(given, said):
+    complained = complaint(BROWSE, *headers(**given))
+    assert complained.startswith("environment.openenv_headers") and said in complained
