@@ -34,7 +34,8 @@ class DeadlinesConfig(Section):
     """Seconds each phase of an episode may take before the episode ends with a reason."""
 
     provision: float = Field(300.0, gt=0, description="wait for an instance, the queue at the quota included")
-    reset: float = Field(60.0, gt=0, description="reset of the instance and listing of its tools")
+    reset: float = Field(60.0, gt=0, description="reset of the instance")
+    list: float = Field(30.0, gt=0, description="connecting to the instance's tools and listing them")
     generate: float = Field(600.0, gt=0, description="one turn of the policy")
     step: float = Field(90.0, gt=0, description="one tool call; passing it is an error the policy reads")
     verify: float = Field(120.0, gt=0, description="grading, its retries included")
@@ -42,9 +43,14 @@ class DeadlinesConfig(Section):
     episode: float = Field(1800.0, gt=0, description="everything from reset to the last turn")
 
     @property
+    def begin(self) -> float:
+        """Until the policy can take its first turn, in seconds."""
+        return self.reset + self.list
+
+    @property
     def budget(self) -> float:
         """The longest an instance can be held, in seconds."""
-        return self.reset + self.episode + self.verify + self.close
+        return self.begin + self.episode + self.verify + self.close
 
     @property
     def group(self) -> float:
@@ -78,6 +84,9 @@ class GeneratorConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to the chat template")
     num_workers: int = Field(1, ge=1, description="RolloutWorker actors")
     worker_num_cpus: float = Field(1.0, ge=0, description="logical CPUs of a RolloutWorker")
+    worker_timeout: float = Field(
+        60.0, gt=0, description="seconds without a sign of life after which a RolloutWorker is killed and started again"
+    )
     max_inflight_episodes: int = Field(768, ge=1, description="episodes running at once, over all workers")
     eval_max_inflight_episodes: int | None = Field(
         None,

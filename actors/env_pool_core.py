@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors.circuit_breaker import CircuitBreaker
+from actors.circuit_breaker import BreakerState, CircuitBreaker
 from actors.envs.fleet import Account, FleetFailure, QuotaReached
 from actors.lease_table import (
     Create,
@@ -364,7 +364,9 @@ class EnvPoolCore:
         counters = {name: self._counters[name] for name in names}
         now = self._clock()
         breakers = {env_key: breaker.snapshot(now) for env_key, breaker in sorted(self._table.breakers.items())}
-        return {**self._table.counts(), **counters, "breakers": breakers, "run_id": self._settings.run_id}
+        resting = sum(breaker["state"] != BreakerState.CLOSED for breaker in breakers.values())
+        named = {"breakers": breakers, "breakers_open": resting, "run_id": self._settings.run_id}
+        return {**self._table.counts(), **counters, **named}
 
     # -- decisions and what they set going
 
@@ -446,7 +448,10 @@ class EnvPoolCore:
             except FleetFailure as failure:
                 logger.warning("%s", failure)
             else:
-                self._forget(slot, "deleted" if existed else "expired")
+                if existed:
+                    self._forget(slot, "deleted")
+                else:
+                    self._expire(slot, "it was gone when it was to be deleted")
                 return
             await asyncio.sleep(wait * (1 + self._jitter()))
             wait = min(2 * wait, 30.0)
@@ -456,6 +461,12 @@ class EnvPoolCore:
             return
         self._counters[count_as] += 1
         self._pump()
+
+    def _expire(self, slot: Slot, why: str) -> None:
+        logger.warning(
+            "instance %s of %s, %s, ended without a delete: %s", slot.instance_id, slot.env_key, slot.state, why
+        )
+        self._forget(slot, "expired")
 
     async def _create(self, creation: Creation) -> None:
         try:
@@ -541,7 +552,7 @@ class EnvPoolCore:
         now, settings = self._clock(), self._settings
         for slot in list(self._table.slots.values()):
             if slot.expires_at <= now:
-                self._forget(slot, "expired")
+                self._expire(slot, "its time to live was over")
             elif slot.state is SlotState.LEASED and slot.deadline + settings.margin_s / 2 <= now:
                 logger.warning("%s held %s beyond its lease", slot.owner or "somebody", slot.instance_id)
                 self._counters["overdue"] += 1
@@ -590,7 +601,7 @@ class EnvPoolCore:
     def _lost(self, slot: Slot) -> None:
         """The control plane says that it does not run. Who leases it will notice; nobody else gets it."""
         self._counters["lost"] += 1
-        self._forget(slot, "expired")
+        self._expire(slot, "the control plane lists it no more; its heartbeats were missed, or somebody else ended it")
 
     async def _read_account(self) -> None:
         self._account_at = self._clock()

@@ -7,6 +7,8 @@ rendered on its own and appended (architecture, "token exact").
 from __future__ import annotations
 
 import json
+import re
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ RESPONSE_FORMAT = (
 )
 NO_IMAGE = "[an image, which this policy cannot see]"
 OPENINGS_KEPT = 256
+NO_DATE = "2024-07-26"  # what templates that write today's date are told where a task has none
 _NAMED_VARIABLES = {"LOGGED_IN_USER": "Logged in user ID", "LOGGED_IN_NAME": "Logged in as"}
 # A finished exchange that observations are rendered behind. What the template writes before the end of this turn is cut
 # off again, whatever it is: Qwen3's template adds an empty thinking block there or not, depending on what follows.
@@ -119,16 +122,19 @@ class Prompter:
             {"role": "system", "content": system_text(task, tools, self.tools_channel)},
             {"role": "user", "content": task.prompt if begun is None else f"{task.prompt}\n\n{begun}"},
         ]
-        return messages, self.opening(messages, tools)
+        return messages, self.opening(messages, tools, str(task.env_variables.get("CURRENT_DATE") or NO_DATE))
 
-    def opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """Token ids of the messages before the first turn, generation prompt included."""
+    def opening(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], date: str = NO_DATE) -> list[int]:
+        """Token ids of the messages before the first turn, generation prompt included.
+
+        ``date``: in ISO format, for a chat template that writes today's.
+        """
         in_template = tools if self.tools_channel == "template" and tools else None
-        return list(self._opening(json.dumps([messages, in_template])))
+        return list(self._opening(json.dumps([messages, in_template, date])))
 
-    def _encode_opening(self, messages_and_tools: str) -> tuple[int, ...]:
-        messages, tools = json.loads(messages_and_tools)
-        return tuple(self.encode(self._render(messages, generation=True, tools=tools)))
+    def _encode_opening(self, what: str) -> tuple[int, ...]:
+        messages, tools, date = json.loads(what)
+        return tuple(self.encode(self._render(messages, generation=True, tools=tools, date=date)))
 
     def observation(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of the messages that follow a turn that ended in the end-of-sequence token.
@@ -157,7 +163,39 @@ class Prompter:
         eos = self.tokenizer.eos_token_id
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] == eos else ids, skip_special_tokens=False)
 
-    def _render(self, messages: list[dict], generation: bool, tools: list[dict] | None = None) -> str:
+    def _render(
+        self, messages: list[dict], generation: bool, tools: list[dict] | None = None, date: str = NO_DATE
+    ) -> str:
+        template = without_clock(self.tokenizer.get_chat_template(tools=tools), date)
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=generation,
+            **({"chat_template": template} | self.template_kwargs),
         )
+
+
+def without_clock(template: str, date: str) -> str:
+    """A chat template that writes ``date`` where it would write today's, as those of Llama 3 and others do.
+
+    Args:
+        date: in ISO format; one that is not is written as it is.
+
+    Raises:
+        PromptError: the template reads the clock in another way.
+    """
+
+    if "strftime_now" not in template:
+        return template
+
+    def written(call: re.Match[str]) -> str:
+        try:
+            return json.dumps(datetime.fromisoformat(date).strftime(call[2]))
+        except ValueError:
+            return json.dumps(date)
+
+    still = re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", written, template)
+    if re.search(r"strftime_now\s*\(", still):
+        raise PromptError("the chat template reads the clock, so that prompts would differ from day to day")
+    return still

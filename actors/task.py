@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 Modality = Literal["tool_use", "computer_use", "browser_use"]
 
@@ -38,6 +39,18 @@ class Task(BaseModel):
     openenv_reset: dict[str, Any] = Field(default_factory=dict)
     openenv_answer_tool: str | None = Field(None, min_length=1)
     openenv_answer_arguments: dict[str, Any] | None = None
+
+    @field_validator(
+        "env_version", "data_key", "data_version", "env_variables", "openenv_reset", "openenv_answer_arguments"
+    )
+    @classmethod
+    def _can_be_sent(cls, value: Any) -> Any:
+        """Python reads NaN, and halves of surrogate pairs, from JSON files; no control plane can be sent them."""
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("not_json", "cannot be sent as JSON: {why}", {"why": str(error)}) from None
+        return value
 
 
 def parse_task(raw: Any, where: str) -> Task:

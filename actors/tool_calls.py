@@ -7,6 +7,7 @@ and a ``<done>`` inside thinking or inside a call's arguments is not a done sign
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,15 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(digits: str) -> float:
+    # 1e999 is JSON, but the infinity it is read as could not be sent on.
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"{digits} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ class ToolSchemas:
             error = best_match(validator.iter_errors(given))
         except RecursionError:
             return "the arguments are nested too deeply"
+        except OverflowError:
+            return "a number in the arguments is too large"
         except (Unresolvable, re.error):
             return None  # the schema refers to what is not there, or has a pattern of another dialect
         if error is None:

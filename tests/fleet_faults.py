@@ -18,9 +18,9 @@ class LocalFleet:
         self.url = process.url
         self._http = httpx.Client(base_url=process.url)
 
-    def arm(self, *faults: dict[str, Any]) -> None:
+    def arm(self, *faults: dict[str, Any], seed: int = 0) -> None:
         """Replace all faults."""
-        self._http.post("/_local/faults", json={"faults": list(faults)}).raise_for_status()
+        self._http.post("/_local/faults", json={"seed": seed, "faults": list(faults)}).raise_for_status()
 
     def struck(self) -> int:
         """How often the armed faults have struck."""

@@ -45,7 +45,7 @@ from pydantic import Field
 
 from actors.config import DeadlinesConfig
 from actors.envs.http_session import SessionTransport, close_http_session
-from actors.envs.mcp_tools import McpTools, ToolList, ToolResult
+from actors.envs.mcp_tools import McpTools, ToolList, ToolResult, ToolsUnavailable
 from actors.envs.openenv_types import Action, Environment, EnvironmentMetadata, Observation, State
 from actors.envs.partial_reward import partial_reward
 from actors.task import Task, TaskFileError, load_tasks, parse_task
@@ -58,8 +58,20 @@ JUDGE_ERROR = "JUDGE ERROR:"
 VERIFIER_TIMEOUT_S = 30  # for the verifier's own run; the SDK's default
 REQUEST_TIMEOUT_S = 30.0
 MAX_RETRY_AFTER_S = 60.0  # a Retry-After is obeyed up to this
-RELEASE_GRACE_S = 2.0  # a cancelled caller waits this long for what gives its instance back
+RELEASE_GRACE_S = 1.2  # a cancelled caller waits this long for what gives its instance back
+SESSION_END_S = 1.0  # for MCP servers to be told that the episode is over
+NO_RESET = frozenset({404, 405, 501})  # how a runner answers reset that does not have it
+PROBE_S = 5.0  # for the tools of an instance whose runner answers 404
 DEFAULT_TTL_S = {"tool_use": 900, "computer_use": 1800, "browser_use": 1800}
+# What the SDK raises on an answer that is not what it expects; it reads an error's body without checking its type.
+UNREADABLE = (
+    pydantic.ValidationError,
+    json.JSONDecodeError,
+    UnicodeDecodeError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+)
 # What the control plane says when trying again makes sense.
 TRANSIENT_MARKERS = (
     "health check",
@@ -265,7 +277,8 @@ class FleetControl:
                 raise FleetFailure(
                     f"the runner of instance {instance['instance_id']} answered reset with {response.status_code} "
                     f"{response.text[:200]}".strip(),
-                    transient=response.status_code in (404, 429) or response.status_code >= 500,
+                    transient=response.status_code in (404, 429)
+                    or (response.status_code >= 500 and response.status_code != 501),
                     status=response.status_code,
                 )
             body = response.json()
@@ -338,10 +351,11 @@ class FleetControl:
             raise FleetFailure(f"{what}: {error or type(error).__name__}", transient=True, unknown=True) from error
         except FleetError as error:
             raise FleetFailure(f"{what}: {error}") from error
-        except (pydantic.ValidationError, json.JSONDecodeError, AttributeError, TypeError) as error:
-            # The SDK reads an error's body without checking that it is an object.
-            first = str(error).splitlines()[0]
+        except UNREADABLE as error:
+            first = (str(error) or type(error).__name__).splitlines()[0]
             raise FleetFailure(f"{what}: the answer cannot be read: {first}", unknown=True) from error
+        except ValueError as error:
+            raise FleetFailure(f"{what}: the request cannot be written as JSON: {error}") from error
 
 
 def _api_failure(what: str, error: FleetAPIError) -> FleetFailure:
@@ -419,8 +433,8 @@ def read_verifier(source: str) -> Verifier:
     """
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise VerifierError(f"the verifier's source does not parse: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise VerifierError(f"the verifier's source does not parse: {error or 'it is nested too deeply'}") from None
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if not functions:
         raise VerifierError("the verifier's source defines no function")
@@ -460,12 +474,10 @@ def read_grade(verification: Verification, partial: bool = False) -> Outcome:
     if not verification.success:
         return Ungraded(f"the verifier failed: {_one_line(verification.error or 'no reason given')}")
     result = verification.result
-    if isinstance(result, dict):
-        result = result.get("score")
     if result is None:
         return Graded(1.0)
     try:
-        reward = float(result)
+        reward = float(result.get("score") if isinstance(result, dict) else result)
     except (TypeError, ValueError):
         return Ungraded(f"the verifier returned {str(result)[:100]!r}, which is not a number")
     if not math.isfinite(reward):
@@ -528,6 +540,7 @@ class Lease(Protocol):
 
     lease_id: str
     instance: dict[str, Any]
+    reused: bool
 
 
 GiveBack = Callable[[str, bool], Awaitable[Any]]
@@ -565,7 +578,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         max_steps: the environment ends the episode after this many steps; None: never.
         grade_on_done: grade in the step that ends the episode. A caller that grades in a phase of its own with
             :meth:`verify_async` says False; the reward of such a step is None.
-        deadlines: seconds by phase: ``provision``, ``reset``, ``step``, ``verify``, ``close``.
+        deadlines: seconds by phase: ``provision``, ``reset``, ``list``, ``step``, ``verify``, ``close``.
         verify_backoff_s: pauses before each further attempt at grading.
         run_id: written on an instance made here.
         partial_reward: see :func:`read_grade`.
@@ -607,6 +620,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         self._names: frozenset[str] = frozenset()
         self._state = FleetState(task_key=self.task.task_key)
         self._ready = False
+        self._untouched = lease is None or not lease.reused  # the instance is as it was made
         self._clean = True  # nothing happened that would make another episode on this instance unsafe
         self._answer: str | None = None
         self._outcome: Outcome | None = None
@@ -619,6 +633,8 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
 
     async def reset_async(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> FleetObservation:
         """Start an episode: an instance (unless there is one), its seed state, its tools.
+
+        An instance whose runner has no reset serves one episode, in the state it was made in, and no other.
 
         Raises:
             NotImplementedError: the task needs a screen.
@@ -633,14 +649,13 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         self._ready = False
         if self._instance is None:
             self._instance = await self._provision()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._deadlines.reset
-        await self._reset_instance(seed, deadline)
-        tools = await self._open_tools(max(0.1, deadline - loop.time()))
+        await self._reset_instance(seed)
+        tools = await self._open_tools(self._deadlines.list)
         self._state = FleetState(
             episode_id=episode_id, task_key=self.task.task_key, instance_id=self._instance["instance_id"]
         )
         self._answer = self._outcome = self.verification = None
+        self._untouched = False
         self._ready = True
         return self._observe(prompt=self.task.prompt, tools=tools)
 
@@ -769,18 +784,36 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
         except FleetFailure as failure:
             logger.warning("an instance of %s may run until its time is up: %s", self._run_id, failure)
 
-    async def _reset_instance(self, seed: int | None, deadline: float) -> None:
+    async def _reset_instance(self, seed: int | None) -> None:
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._deadlines.reset
         wait = 0.2
-        while True:
+        for attempt in itertools.count(1):
             try:
                 return await self._control().reset(self._instance, seed, max(0.1, deadline - loop.time()))
             except FleetFailure as failure:
+                if self._untouched and seed is None and await self._lacks_reset(failure.status, attempt):
+                    self._clean = False
+                    logger.info("%s: it serves this episode only", failure)
+                    return
                 if not failure.transient or loop.time() + wait >= deadline:
                     raise
                 logger.debug("%s", failure)
             await asyncio.sleep(wait)
             wait = min(2 * wait, 4.0)
+
+    async def _lacks_reset(self, status: int | None, attempt: int) -> bool:
+        """Whether the runner has no reset. A 404 may also come from an instance that still starts, and then its tools
+        do not answer either, or from a runner with a stale token, which the next attempt replaces."""
+        if status != 404:
+            return status in NO_RESET
+        if attempt < 3:
+            return False
+        try:
+            await self._open_tools(min(PROBE_S, self._deadlines.list))
+        except ToolsUnavailable:
+            return False
+        return True
 
     async def _open_tools(self, timeout_s: float) -> list[dict[str, Any]]:
         if self._tools is None:
@@ -868,7 +901,7 @@ class FleetTaskEnv(Environment[FleetAction, FleetObservation, FleetState]):
             return
         try:
             if self._tools is not None and reusable:
-                await self._tools.close()
+                await self._tools.close(SESSION_END_S)
         except Exception as error:  # noqa: BLE001 - whatever it is, the lease must go back
             logger.warning("MCP sessions of %s were not ended: %s", self._instance["instance_id"], error)
         try:

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 10.0
@@ -101,6 +102,16 @@ class LocalServerProcess:
             raise
         self.url, self.pid = hello["url"], hello["pid"]
         return self
+
+    def restart(self) -> None:
+        """Start a server that has ended once more, where its clients look for it. It has forgotten all they did there.
+
+        Raises:
+            LocalServerError: as :meth:`start`.
+        """
+        self.stop()
+        self._arguments[self._arguments.index("--port") + 1] = str(urlsplit(self.url).port)
+        self.start()
 
     def check(self) -> None:
         """Raise :class:`LocalServerError` if the server ended by itself."""

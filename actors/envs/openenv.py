@@ -32,7 +32,6 @@ from actors.trajectory import Graded, InfraFailed, Outcome, Ungraded
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0  # one attempt; attempts are repeated until deadlines.provision
-LIST_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 1.0  # for the server's half of the closing handshake
 PING_INTERVAL_S = 40.0  # a peer that does not answer for half of it is gone
 MAX_MESSAGE_BYTES = 100 * 2**20
@@ -359,8 +358,7 @@ class OpenEnvTaskEnv:
     Args:
         url: of the server.
         headers: sent with every request, the WebSocket's opening included.
-        deadlines: of each phase. One attempt to connect takes at most ``CONNECT_TIMEOUT_S``, listing the tools
-            ``LIST_TIMEOUT_S``.
+        deadlines: of each phase. One attempt to connect takes at most ``CONNECT_TIMEOUT_S``.
         on_close: called once, when the session has ended.
     """
 
@@ -413,7 +411,8 @@ class OpenEnvTaskEnv:
         """Start the episode; the observation has the tools.
 
         Raises:
-            OpenEnvFailure: the server failed, refused, or did not answer within ``deadlines.reset``.
+            OpenEnvFailure: the server failed, refused, or did not answer within ``deadlines.reset`` or, when asked for
+                its tools, ``deadlines.list``.
             RuntimeError: after close.
         """
         if self._closing is not None:
@@ -422,13 +421,11 @@ class OpenEnvTaskEnv:
             await self.connect_async()
         self._ready = self._done = False
         self._outcome = None
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._deadlines.reset
         data = {"seed": seed_of(self.task), **self.task.openenv_reset}
         begun = self._take(await self._within(self._deadlines.reset, "reset", "reset", data))
         if self._done:
             raise OpenEnvFailure("reset: the server ended the episode before its first step")
-        tools = await self._list_tools(min(LIST_TIMEOUT_S, max(0.1, deadline - loop.time())))
+        tools = await self._list_tools()
         self._tools = {tool["function"]["name"]: tool for tool in tools}
         self._ready = True
         return OpenEnvObservation(tools=tools, result=begun.result or None)
@@ -541,10 +538,10 @@ class OpenEnvTaskEnv:
             raise OpenEnvFailure(f"{phase}: {error.message} ({error.code})")
         return message
 
-    async def _list_tools(self, timeout_s: float) -> list[dict[str, Any]]:
+    async def _list_tools(self) -> list[dict[str, Any]]:
         if self._custom is not None:
             return [self._custom]
-        message = await self._within(timeout_s, "listing the tools", "step", {"type": "list_tools"})
+        message = await self._within(self._deadlines.list, "listing the tools", "step", {"type": "list_tools"})
         observation = _observation(message)
         try:
             tools = [openai_tool({**tool, "inputSchema": tool.get("input_schema")}) for tool in observation["tools"]]

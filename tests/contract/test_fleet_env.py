@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import inspect
 import json
 import subprocess
 import sys
 import time
 import types
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import jsonschema
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from actors.config import DeadlinesConfig
 from actors.env_pool_core import EnvPoolCore, PoolSettings
@@ -36,8 +39,10 @@ from actors.lease_table import EnvSpec
 from actors.task import TaskFileError, parse_task
 from actors.trajectory import Graded, Ungraded
 from tests.fleet_faults import KEY, LocalFleet
+from tests.servers import served
+from tests.suspensions import runs_to_its_end
 
-QUICK = DeadlinesConfig(provision=10, reset=5, step=5, verify=10, close=5)
+QUICK = DeadlinesConfig(provision=10, reset=5, list=5, step=5, verify=10, close=5)
 VERIFIER = """
 def helper(x):
     return x
@@ -46,6 +51,7 @@ def verify(env, final_answer=None):
     rows = env.db("current").table("comments").eq("body", "done by test").all()
     return 1.0 if len(rows) == 1 and final_answer == "fine" else 0.0
 """
+NO_SCORE = 'the verifier returned "{}", which is not a number'
 COMMENT = {"tool": "add_comment", "params": {"id": "", "text": "done by test"}}
 
 
@@ -272,10 +278,56 @@ async def test_a_reset_that_fails_for_a_while_is_repeated_and_one_that_never_wor
             await env.reset_async()
         assert not env.reusable
         local_fleet.arm({"route": "mcp", "kind": "status", "status": 502})
-    async with opened(local_fleet, deadlines=QUICK.model_copy(update={"reset": 1})) as env:
+    async with opened(local_fleet, deadlines=QUICK.model_copy(update={"list": 1})) as env:
         fleet._tool_lists.clear()
         with pytest.raises(ToolsUnavailable, match="502"):
             await env.reset_async()
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_a_runner_without_reset_serves_one_episode_on_the_instance_as_it_was_made(local_fleet, status):
+    why = f"answered reset with {status}|no answer"  # within what is left for the last attempt
+    local_fleet.arm({"route": "reset", "kind": "status", "status": status})
+    async with opened(local_fleet, deadlines=QUICK.model_copy(update={"reset": 1})) as env:
+        with pytest.raises(FleetFailure, match=why):
+            await env.reset_async(seed=7)
+        await env.reset_async()
+        assert (await comment(env)).error is None and not env.reusable
+        with pytest.raises(FleetFailure, match=why):
+            await env.reset_async()
+
+
+@pytest.mark.parametrize("status", [404, 502])
+async def test_an_instance_that_is_still_starting_is_waited_for(local_fleet, status):
+    local_fleet.arm({"route": "make", "kind": "slow_start", "status": status, "seconds": 2, "count": 1})
+    async with opened(local_fleet) as env:
+        assert (await env.reset_async()).tools
+        assert env.reusable, "it has a reset"
+
+
+async def test_a_gated_runner_is_shown_the_token_and_a_stale_one_is_replaced():
+    tokens, shown = iter(["stale", "good"]), []
+
+    async def token(_):
+        return JSONResponse({"token": next(tokens)})
+
+    async def reset(request):
+        shown.append(request.headers.get("x-runner-token"))
+        return JSONResponse({"success": True}) if shown[-1] == "good" else Response(status_code=404)
+
+    routes = [Route("/v1/runner-auth/token", token), Route("/env/reset", reset, methods=["POST"])]
+    async with served(Starlette(routes=routes)) as url:
+        env = FleetTaskEnv(task(), KEY, base_url=url, deadlines=QUICK)
+        env._instance = {"instance_id": "i", "urls": {"manager": {"api": f"{url}/env"}}}
+        await env._reset_instance(None)
+        await close_clients()
+    assert shown == ["stale", "good"]
+
+
+def test_what_users_count_on_is_the_default():
+    deadlines, retries = DeadlinesConfig(), inspect.signature(FleetTaskEnv).parameters["verify_backoff_s"].default
+    assert (deadlines.step, retries) == (90.0, (3.0, 6.0, 12.0))
+    assert {"provision", "reset", "list", "step", "verify", "close"} <= set(DeadlinesConfig.model_fields)
 
 
 async def test_a_make_that_fails_says_why(local_fleet):
@@ -289,6 +341,10 @@ async def test_a_make_that_fails_says_why(local_fleet):
         with pytest.raises(FleetFailure, match="nosuch") as error:
             await env.reset_async()
         assert not error.value.transient
+    for value in (float("nan"), "\ud800"):
+        with pytest.raises(FleetFailure, match="cannot be written as JSON") as error:
+            await FleetControl(KEY, local_fleet.url).make("tracker", env_variables={"A": value}, timeout_s=5)
+        assert not (error.value.transient or error.value.unknown)
 
 
 async def test_tools_of_an_image_are_listed_once_per_process(local_fleet):
@@ -397,6 +453,8 @@ async def test_a_bundle_is_uploaded_once_and_again_when_the_control_plane_forgot
         (Verification(True, True, "", None, None), Graded(1.0)),
         (Verification(True, "0.5", "", None, None), Graded(0.5)),
         (Verification(True, float("nan"), "", None, None), Ungraded("the verifier returned nan")),
+        (Verification(True, {"score": None}, "", None, None), Ungraded(NO_SCORE.format("{'score': None}"))),
+        (Verification(True, {"points": 3}, "", None, None), Ungraded(NO_SCORE.format("{'points': 3}"))),
         (Verification(True, 1.0, "a\nJUDGE ERROR: x\n", None, None), Ungraded("the judge failed: x")),
         (Verification(True, 1.0, "no JUDGE ERROR: here", None, None), Graded(1.0)),
         (Verification(False, 1.0, "", None, None), Ungraded("the verifier failed: no reason given")),
@@ -422,7 +480,7 @@ def test_the_verifying_function_is_found_by_reading(source, name, answer, conver
 
 
 def test_source_that_cannot_be_read_is_refused():
-    for source in ("def f(", "\0", "(" * 10_000):
+    for source in ("def f(", "\0", "(" * 10_000, "-" * 100_000 + "1", "\ud800"):
         with pytest.raises(VerifierError, match="does not parse"):
             read_verifier(source)
 
@@ -457,40 +515,6 @@ async def test_a_cancelled_close_still_deletes(local_fleet):
     assert local_fleet.running() == []
 
 
-@types.coroutine
-def cancelling_at(work, suspension):
-    """Await ``work``; at its n-th suspension, cancel the task that does so."""
-    iterator = work.__await__()
-    count = 0
-    resume = lambda: iterator.send(None)  # noqa: E731
-    while True:
-        try:
-            waiting = resume()
-        except StopIteration:
-            return
-        count += 1
-        if count == suspension:
-            asyncio.current_task().cancel()
-        try:
-            value = yield waiting
-        except BaseException as error:
-            resume = functools.partial(iterator.throw, error)
-        else:
-            resume = functools.partial(iterator.send, value)
-
-
-async def runs_to_its_end(work, suspension):
-    """False: it was cancelled, at its n-th suspension; true: it has fewer."""
-
-    async def run():
-        await cancelling_at(work, suspension)
-
-    with suppress(asyncio.CancelledError):
-        await asyncio.create_task(run())
-        return True
-    return False
-
-
 async def test_cancelling_anywhere_in_an_episode_gives_its_lease_back_within_two_seconds(local_fleet):
     settings = PoolSettings("cancel", "n", heartbeat_s=None, idle_s=0.2, tick_s=0.05)
     pool = EnvPoolCore(FleetControl(KEY, local_fleet.url), settings)
@@ -510,7 +534,7 @@ async def test_cancelling_anywhere_in_an_episode_gives_its_lease_back_within_two
     suspension, ended = 0, False
     while not ended:
         suspension += 1
-        ended = await runs_to_its_end(episode(), suspension)
+        ended = await runs_to_its_end(episode(), suspension, within_s=2.0)
         begun = time.monotonic()
         while pool.stats()["leased"] or pool.stats()["waiting"]:
             assert time.monotonic() - begun < 2, f"suspension {suspension}: {pool.stats()}"
@@ -532,7 +556,7 @@ async def test_cancelling_anywhere_in_an_episode_without_a_pool_leaves_no_instan
     suspension, ended = 0, False
     while not ended:
         suspension += 1
-        ended = await runs_to_its_end(episode(), suspension)
+        ended = await runs_to_its_end(episode(), suspension, within_s=2.0)
         begun = time.monotonic()
         while local_fleet.running():
             assert time.monotonic() - begun < 2, f"suspension {suspension}"
@@ -563,7 +587,8 @@ async def test_a_lease_is_given_back_once_and_says_whether_it_may_be_used_again(
             raise ConnectionError("the pool died")
 
     for name in ("good", "broken"):
-        lease = types.SimpleNamespace(lease_id=name, instance=await control.make("tracker", timeout_s=5))
+        made = await control.make("tracker", timeout_s=5)
+        lease = types.SimpleNamespace(lease_id=name, instance=made, reused=False)
         env = FleetTaskEnv(task(), KEY, lease=lease, give_back=give_back, base_url=local_fleet.url, deadlines=QUICK)
         if name == "good":
             await env.reset_async()

@@ -609,8 +609,8 @@ async def test_tools_that_are_not_listed_end_the_episode_within_the_deadline_or_
         await websocket.receive_text()
 
     async with served(mcp_like(says({}), hang)) as url:
-        env = OpenEnvTaskEnv(TASK, url, deadlines=DeadlinesConfig(provision=5, reset=0.5))
-        with pytest.raises(OpenEnvFailure, match="listing the tools: no answer within 0.[45]"):
+        env = OpenEnvTaskEnv(TASK, url, deadlines=DeadlinesConfig(provision=5, list=0.5))
+        with pytest.raises(OpenEnvFailure, match="listing the tools: no answer within 0.5"):
             await env.reset_async()
         await env.close_async()
         env = OpenEnvTaskEnv(TASK, url)

@@ -270,9 +270,10 @@ async def test_after_repeated_failures_an_environment_rests_and_then_serves_agai
         with pytest.raises(NoInstance, match="could not be made lately"):
             await core.acquire(SPEC, 0.3)
         assert local_fleet.struck() == seen, "nothing is asked for while it rests"
-        assert core.stats()["breakers"]["tracker"]["state"] == "open"
+        assert core.stats()["breakers"]["tracker"]["state"] == "open" and core.stats()["breakers_open"] == 1
         local_fleet.arm()
         await core.acquire(SPEC, 5)
+        assert core.stats()["breakers_open"] == 0
         breaker = core.stats()["breakers"]["tracker"]
         assert [t["after"] for t in breaker["transitions"]] == ["open", "half_open", "closed"]
         assert [t["attempt_id"] for t in breaker["transitions"]] == ["make-2", "make-3", "make-3"]
@@ -384,6 +385,20 @@ async def test_heartbeats_keep_coming_for_leased_and_idle_instances(local_fleet)
         before = local_fleet.stats().get("heartbeats", 0)
         await eventually(lambda: core.stats()["heartbeats"] >= 6)
         assert local_fleet.stats()["heartbeats"] - before >= 4  # two may have been counted before
+
+
+async def test_every_expiry_is_counted_and_explained(local_fleet, caplog):
+    clock = Clock()
+    async with pool(local_fleet, clock) as core:
+        gone, expiring = [(await core.acquire(SPEC, 5)).instance["instance_id"] for _ in range(2)]
+        await FleetControl(KEY, local_fleet.url).delete(gone)
+        core._reconciled_at = 0.0
+        await eventually(lambda: core.stats()["expired"] == 1)
+        clock.ahead = core._ttl + 1.0
+        await eventually(lambda: core.stats()["expired"] == 2)
+    first, second = [r.getMessage() for r in caplog.records if "ended without a delete" in r.getMessage()]
+    assert gone in first and "lists it no more" in first
+    assert expiring in second and "time to live was over" in second
 
 
 async def test_an_instance_that_ended_by_itself_is_noticed_and_not_lent(local_fleet):

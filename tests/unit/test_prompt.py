@@ -34,8 +34,48 @@ def test_date_and_user_come_from_the_task():
     assert text.index("Error Handling") < text.index("Response Format")
 
 
+def test_the_rules_whose_absence_broke_runs_are_in_the_prompt():
+    text = system_text(task(), [], "text")
+    assert "End every turn with exactly one tool call, or with <done>" in text
+    assert "write the final answer first, then <done>" in text
+    assert "Never repeat a call with the same arguments" in text
+    assert "After an error, read it and change your approach" in text
+    assert '<tool_call>{"name": "tool_name", "arguments": {"param": "value"}}</tool_call>' in text
+
+
 def test_without_a_date_no_date_is_invented():
     assert "Date" not in system_text(task(), [], "text")
+
+
+READS_CLOCK = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    'Today Date: {{ date_string }} ({{ strftime_now( "%A" ) }})\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "written"),
+    [
+        ({"CURRENT_DATE": "2025-01-30"}, "Today Date: 30 Jan 2025 (Thursday)\n"),
+        ({"CURRENT_DATE": "2025-01-30T23:59:00+00:00"}, "Today Date: 30 Jan 2025 (Thursday)\n"),
+        ({"CURRENT_DATE": 'the "30th"'}, 'Today Date: the "30th" (the "30th")\n'),
+        ({}, "Today Date: 26 Jul 2024 (Friday)\n"),
+    ],
+)
+def test_a_chat_template_that_reads_the_clock_is_given_the_tasks_date(variables, written):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = READS_CLOCK + tokenizer.chat_template
+    prompter = Prompter(tokenizer)
+    assert tokenizer.decode(prompter.first(task(**variables), TOOLS)[1]).startswith(written)
+    without = byte_tokenizer()
+    assert prompter.observation([tool_message("x")]) == Prompter(without).observation([tool_message("x")])
+
+
+def test_a_chat_template_that_reads_the_clock_in_another_way_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% set f = '%d' %}{{ strftime_now(f) }}" + tokenizer.chat_template
+    with pytest.raises(PromptError, match="reads the clock"):
+        Prompter(tokenizer)
 
 
 def test_tool_schemas_are_in_the_text_or_left_to_the_template():

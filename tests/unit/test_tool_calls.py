@@ -77,6 +77,7 @@ def test_several_calls_are_returned_in_order():
         ('{"name": "f", "arguments": "x"}', "not a string"),
         ('{"name": "f", "arguments": {"a": NaN}}', "not a complete JSON object"),
         ('{"name": "f", "arguments": {"a": -Infinity', "not a complete JSON object"),
+        ('{"name": "f", "arguments": {"a": -1e999}}', "not a complete JSON object"),
         ("9" * 8000, "not a complete JSON object"),
         ("[" * 100_000, "not a complete JSON object"),
     ],

@@ -86,7 +86,7 @@ class Problem:
     env_variables: dict[str, str]
 
     def task(self, task_key: str) -> dict[str, Any]:
-        """The task as Fleet's task files hold it, with ``kind`` as an extra field."""
+        """The task as Fleet's task files hold it, with ``kind`` as an extra field, and its recorded solution."""
         return {
             "task_key": task_key,
             "prompt": self.solution.prompt,
@@ -99,6 +99,7 @@ class Problem:
             "task_modality": "tool_use",
             "difficulty": len(self.solution.calls),
             "kind": self.kind,
+            **recorded(self.solution.calls, self.solution.answer),
         }
 
 
@@ -146,6 +147,22 @@ class Family:
     def main(self, argv: list[str] | None, description: str | None) -> None:
         """The command line of a generator; see :func:`write_task_files`."""
         write_task_files(self.application.env_key, self.problems, argv, description, train=64, heldout=32)
+
+
+class IsCall(Protocol):
+    """A call of any application's solution."""
+
+    tool: str
+    arguments: dict[str, Any]
+
+
+def recorded(calls: Sequence[IsCall], answer: str | None) -> dict[str, Any]:
+    """The fields of a task file that tell how the task is solved, as ``fleet-rl validate`` reads them: no answer is an
+    empty one, so that it is known that none is asked for."""
+    return {
+        "reference_tool_calls": [{"name": call.tool, "arguments": call.arguments} for call in calls],
+        "reference_answer": answer or "",
+    }
 
 
 class HasTask(Protocol):

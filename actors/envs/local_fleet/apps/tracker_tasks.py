@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.envs.local_fleet.apps.problems import write_task_files
+from actors.envs.local_fleet.apps.problems import recorded, write_task_files
 from actors.envs.local_fleet.apps.tracker import REMARKS, STATUSES, USERS, Desk, Ticket, Tracker, draw_desk, titles
 
 DATES = ("2026-01-12", "2026-03-09", "2026-06-15", "2026-09-21")
@@ -51,7 +51,7 @@ class Problem:
         return self.kind in ("count_mine", "assign_me")
 
     def task(self, task_key: str) -> dict[str, Any]:
-        """The task as Fleet's task files hold it, with ``kind`` as an extra field."""
+        """The task as Fleet's task files hold it, with ``kind`` as an extra field, and its recorded solution."""
         return {
             "task_key": task_key,
             "prompt": self.prompt,
@@ -64,6 +64,7 @@ class Problem:
             "task_modality": "tool_use",
             "difficulty": len(self.calls),
             "kind": self.kind,
+            **recorded(self.calls, self.answer),
         }
 
 
