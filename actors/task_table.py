@@ -75,8 +75,10 @@ def read_raw_tasks(path: Path) -> list[Any]:
         rows = pq.read_table(path).to_pylist()
     except FileNotFoundError:
         raise TaskFileError(f"task file {path} does not exist") from None
-    except (OSError, pa.ArrowException) as error:
-        raise TaskFileError(f"task file {path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: names or texts that are no UTF-8
+        # Arrow quotes the bytes that it met, and a terminal would obey some of them.
+        problem = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+        raise TaskFileError(f"task file {path} cannot be read as parquet: {problem}") from None
     return [_raw_task(row, f"{path}, task {index}") for index, row in enumerate(rows)]
 
 

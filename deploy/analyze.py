@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,8 +88,8 @@ def _analyze(options: argparse.Namespace) -> None:
         run = find_run(options.run, Path(scratch))
         table, examples = scan(run.episodes)
         analysis = summarise(run, table, examples, options.baseline, options.min_change / 100)
-        options.out.mkdir(parents=True, exist_ok=True)
-        shown = write_report(options.out / FILES[0], analysis, run, table, options.max_episodes)
+        with _folder(options.out):
+            shown = write_report(options.out / FILES[0], analysis, run, table, options.max_episodes)
     _write(options.out / FILES[1], json.dumps(analysis.as_json(), indent=1, ensure_ascii=False) + "\n")
     _write(options.out / FILES[2], markdown(analysis))
     for warning in analysis.warnings:
@@ -97,6 +97,20 @@ def _analyze(options: argparse.Namespace) -> None:
     for status, text in findings(analysis):
         print(f"{status}: {text}")
     print(f"{options.out / FILES[0]} shows {shown:,} of {table.height:,} episodes; beside it: {', '.join(FILES[1:])}")
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """There, with its parents; what had to be made is gone again if what is inside fails and leaves it empty."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _write(path: Path, text: str) -> None:

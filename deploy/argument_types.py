@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -38,6 +39,16 @@ def within(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return from_low_to_high
+
+
+def endpoint_url(text: str) -> str:
+    """The address of an OpenAI-compatible endpoint."""
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no http or https URL")
+    if "@" in text.split("/")[2]:
+        raise argparse.ArgumentTypeError("a URL with a password would be written into results; leave it out")
+    # What is added to it is asked for often enough to be given with it.
+    return text.rstrip("/").removesuffix("/chat/completions")
 
 
 def _whole(text: str, low: int, expected: str) -> int:

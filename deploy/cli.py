@@ -103,7 +103,7 @@ def analyze(arguments: list[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "train a policy: CONFIG [--dotted.key value ...], the same as python -m train.run"),
     "validate-config": (validate_config, "check a configuration and print it in full: CONFIG [--dotted.key value ...]"),
-    "eval": (evaluate, "pass rates of a checkpoint or a model: CONFIG|RUN; see its --help"),
+    "eval": (evaluate, "pass rates of a checkpoint, a model or an endpoint: CONFIG|RUN; see its --help"),
     "analyze": (analyze, "what a run did and what goes wrong in its episodes: RUN --out DIR; see its --help"),
     "model": (model, "make a model folder: smollm2 DIR"),
     "prepare": (

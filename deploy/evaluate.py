@@ -1,35 +1,41 @@
-"""``fleet-rl eval``: pass rates of a checkpoint or a model, by the episodes of a run, without training.
+"""``fleet-rl eval``: pass rates of a checkpoint, a model or an endpoint, by the episodes of a run, without training.
 
-Exit codes: 0 done, 1 it failed, or nothing was graded, or the upload failed, 2 wrong input (nothing was started),
-130 stopped by a signal.
+Exit codes: 0 done, 1 it failed, or nothing was graded, or the endpoint or the upload failed, 2 wrong input (nothing was
+started), 130 stopped by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.argument_types import positive, within
+from deploy.argument_types import endpoint_url, positive, within
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from train.checkpoint_eval import Evaluated
+    from actors.task import Task
+    from train.checkpoint_eval import Evaluated, Policy
+    from train.config import RunConfig
+    from train.evaluator import Attempts
 
 RESULT = "evaluation.json"
 OUT = Path("evals")
+CONCURRENCY = 8  # of an endpoint
 
 
 def main(arguments: Sequence[str]) -> int:
     options, overrides = _parse(arguments)
     from train.config import ConfigError
-    from train.failures import RunFailed, Stopped, stoppable
+    from train.failures import RunFailed, stoppable
 
     try:
         with stoppable():
@@ -38,15 +44,16 @@ def main(arguments: Sequence[str]) -> int:
         return _complain(error, 2)
     except (RunFailed, OSError) as error:
         return _complain(f"the evaluation failed: {error}", 1)
-    except Stopped:
+    except KeyboardInterrupt:
         return _complain("stopped", 130)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="fleet-rl eval",
-        description="Evaluate a checkpoint or a model, by the episodes of a run, without training.",
-        epilog="Keys of the configuration can be overridden: --dotted.key value.",
+        description="Evaluate a checkpoint, a model or a chat endpoint, by the episodes of a run, without training.",
+        epilog="Keys of the configuration can be overridden: --dotted.key value. The key of an endpoint is read from "
+        "OPENAI_API_KEY.",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="CONFIG|RUN", help="a .yaml file, a run's folder, or its name under runs/")
@@ -66,12 +73,34 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--top-p", type=within(0, 1), metavar="P", help="default: as in the run")
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of one turn; default: as in the run")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"gets global_step_N/ or eval_only/; default: {OUT}/NAME of the run"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"gets global_step_N/ or eval_only/; default: {OUT}/NAME of the run, of an endpoint {OUT}/NAME-MODEL",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an evaluation that is there")
     parser.add_argument("--upload-to", metavar="S3", help="copies go to S3/evals/NAME/, in SkyRL's layout")
     parser.add_argument("--json", action="store_true", help="the last line of the output is the result as JSON")
+    endpoint = parser.add_argument_group("a model behind an endpoint, in place of a checkpoint; nothing is loaded here")
+    endpoint.add_argument(
+        "--endpoint", type=endpoint_url, metavar="URL", help="an OpenAI-compatible endpoint, mostly ending in /v1"
+    )
+    endpoint.add_argument("--model", metavar="NAME", help="the model to ask for there")
+    endpoint.add_argument(
+        "--endpoint-tools",
+        choices=("native", "text"),
+        help="default: native; text: calls in <tool_call> tags, where the endpoint has no tool calling",
+    )
+    endpoint.add_argument(
+        "--concurrency", type=positive, metavar="N", help=f"episodes, and instances, at once; default: {CONCURRENCY}"
+    )
     options, overrides = parser.parse_known_args(arguments)
+    if (options.endpoint is None) != (options.model is None):
+        parser.error("--endpoint and --model belong together")
+    if options.endpoint is None and (options.endpoint_tools or options.concurrency):
+        parser.error("--endpoint-tools and --concurrency need --endpoint")
+    if options.endpoint is not None and options.checkpoint is not None:
+        parser.error("--endpoint and --checkpoint are two policies: leave one out")
     if options.greedy and options.temperature:
         parser.error(f"--greedy is temperature 0, and --temperature is {options.temperature:g}: leave one out")
     if options.top_p == 0:
@@ -94,23 +123,31 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"unknown option {word}; fleet-rl eval --help lists them")
     keep_ray_private()
     run, is_run = job.find_config(options.target, overrides)
-    policy = job.find_policy(run, options.checkpoint or (job.LATEST if is_run else job.BASE))
+    if options.endpoint is not None:
+        policy = job.Policy(options.model, None)
+        name = job.endpoint_name(run, options.model)
+    else:
+        policy = job.find_policy(run, options.checkpoint or (job.LATEST if is_run else job.BASE))
+        name = run.name
     temperature = 0.0 if options.greedy else options.temperature
     attempts = job.choose_sampling(run, options.samples, temperature, options.top_p, options.max_tokens)
-    out = options.out or OUT / run.name
+    out = options.out or OUT / name
     folder = job.result_folder(out, policy, attempts, options.overwrite)
     tasks = job.choose_tasks(run, options.split, options.tasks)
     if options.upload_to is not None:
         check_store(options.upload_to, "--upload-to")
-    config, inputs = job.check(run, policy, tasks)
+    if options.endpoint is not None:
+        done, attempts = _at_endpoint(options, run, tasks, attempts)
+        tokenizer = None
+    else:
+        done, tokenizer = _by_checkpoint(run, policy, tasks, attempts)
 
-    with _progress(len(tasks) * attempts.n) as report:
-        done = job.evaluate(config, inputs, attempts, report)
-    files = dump_eval(folder, done.groups, inputs.tokenizer)
+    files = dump_eval(folder, done.groups, tokenizer)
     results = aggregate(attempts_of(done.groups))
     facts = {
         "run": run.name,
         "model": policy.path,
+        "endpoint": None if done.spent is None else {"url": options.endpoint, **done.spent},
         "step": policy.step,
         "split": options.split,
         "tasks": len(tasks),
@@ -125,9 +162,11 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         "uploaded_to": None,
         "wall_s": round(time.monotonic() - began, 1),
     }
-    problem = None if done.outcomes["graded"] else f"no attempt was graded: {_reasons(done)}"
+    problem = done.problem
+    if problem is None and not done.outcomes["graded"]:
+        problem = f"no attempt was graded: {_reasons(done)}"
     if options.upload_to is not None:
-        location = eval_prefix(options.upload_to, run.name)
+        location = eval_prefix(options.upload_to, name)
         try:
             job.upload_dump(files, out, location)
             facts["uploaded_to"] = location
@@ -140,6 +179,32 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.json:
         print(json.dumps(facts), flush=True)
     return 0 if problem is None else _complain(problem, 1)
+
+
+def _by_checkpoint(run: RunConfig, policy: Policy, tasks: list[Task], attempts: Attempts) -> tuple[Evaluated, Any]:
+    """What became of the attempts, and the tokenizer of their ids."""
+    from train import checkpoint_eval as job
+
+    config, inputs = job.check(run, policy, tasks)
+    with _progress(len(tasks) * attempts.n) as report:
+        return job.evaluate(config, inputs, attempts, report), inputs.tokenizer
+
+
+def _at_endpoint(
+    options: argparse.Namespace, run: RunConfig, tasks: list[Task], attempts: Attempts
+) -> tuple[Evaluated, Attempts]:
+    """What became of the attempts, and how they were made."""
+    from train import endpoint_eval as job
+    from train.chat.protocol import KEY_VARIABLE
+
+    config = job.check(run, tasks)
+    attempts = replace(attempts, sampling=job.sampling_of(attempts.sampling))
+    key = os.environ.get(KEY_VARIABLE)
+    asked = job.Asked(
+        options.endpoint, options.model, options.endpoint_tools or "native", key, options.concurrency or CONCURRENCY
+    )
+    with _progress(len(tasks) * attempts.n) as report:
+        return job.evaluate(config, tasks, attempts, asked, report), attempts
 
 
 @contextmanager

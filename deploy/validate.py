@@ -12,15 +12,13 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.argument_types import number, positive, within
+from deploy.argument_types import endpoint_url, number, positive, within
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +86,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="one JSON line on standard output; all else goes to standard error")
     teacher = parser.add_argument_group("a teacher that attempts each task")
     add = teacher.add_argument
-    add("--teacher-url", metavar="URL", type=_url, help="an OpenAI-compatible endpoint, mostly ending in /v1")
+    add("--teacher-url", metavar="URL", type=endpoint_url, help="an OpenAI-compatible endpoint, mostly ending in /v1")
     add("--teacher-model", metavar="NAME", help="the model to ask for there")
     add("--attempts", metavar="K", type=positive, default=4, help="at each task; default: 4")
     add("--unsolved", choices=("reject", "hard"), default="reject", help="tasks never solved: reject, or mark as hard")
@@ -119,13 +117,6 @@ def _price(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must not be {text}")
     return value
-
-
-def _url(text: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no http or https URL")
-    # What is added to it is asked for often enough to be given with it.
-    return text.rstrip("/").removesuffix("/chat/completions")
 
 
 def _validate_options(options: argparse.Namespace) -> ValidateOptions:
@@ -161,23 +152,24 @@ def _validate_options(options: argparse.Namespace) -> ValidateOptions:
 def _carry_out(validation: Validation, options: argparse.Namespace, console: Console) -> int:
     from actors.envs.fleet import FleetFailure
     from actors.envs.local_fleet.process import LocalFleetError
+    from train.chat.protocol import EndpointFailed, EndpointGone, EndpointRefused
     from train.data.journal import JournalError
-    from train.data.teacher import TeacherFailed, TeacherGone, TeacherRefused
+    from train.failures import Stopped
 
     out = validation.options.out
     try:
         closed = asyncio.run(_run(validation, options.fleet, console))
         report = validation.write()
-    except (JournalError, TeacherRefused) as error:
+    except (JournalError, EndpointRefused) as error:
         return _complain([str(error)], 2)
     except FleetFailure as failure:
         return _complain([str(failure)], 2 if failure.status == 401 else 1)
-    except (TeacherFailed, TeacherGone, LocalFleetError) as error:
+    except (EndpointFailed, EndpointGone, LocalFleetError) as error:
         return _complain([f"{error}; results so far are kept in {out}"], 1)
     except OSError as error:
         return _complain([f"--out {out} cannot be written: {error.strerror or error}"], 1)
-    except (KeyboardInterrupt, _Terminated) as end:
-        code = TERMINATED if isinstance(end, _Terminated) else 130
+    except (KeyboardInterrupt, Stopped) as end:
+        code = TERMINATED if str(end) == "SIGTERM" else 130
         return _complain([f"interrupted: results so far are kept in {out}; the same command goes on from there"], code)
     _show(report, out, console)
     if options.json:
@@ -185,20 +177,19 @@ def _carry_out(validation: Validation, options: argparse.Namespace, console: Con
     return _exit_code(validation, report, closed)
 
 
-class _Terminated(Exception):
-    """SIGTERM came."""
-
-
 async def _run(validation: Validation, fleet: str, console: Console) -> CloseReport:
+    from train.failures import stopped_by_signals
+
     settings = validation.options.checks.teacher
     teacher = None
     if settings is not None:
-        from train.data.chat_endpoint import ChatEndpoint
-        from train.data.teacher import KEY_VARIABLE
+        from train.chat.endpoint import ChatEndpoint
+        from train.chat.protocol import KEY_VARIABLE, TEACHER
 
-        teacher = ChatEndpoint(settings, os.environ.get(KEY_VARIABLE), validation.options.deadlines.generate)
+        timeout_s = validation.options.deadlines.generate
+        teacher = ChatEndpoint(settings, os.environ.get(KEY_VARIABLE), timeout_s, TEACHER)
     with _fleet(fleet) as (api_key, base_url), _shown(len(validation.found.tasks), console) as on_progress:
-        async with _ended_by_sigterm():
+        async with stopped_by_signals():
             return await validation.run(api_key, base_url, teacher, on_progress)
 
 
@@ -212,27 +203,6 @@ def _fleet(which: str) -> Iterator[tuple[str, str | None]]:
 
     with LocalFleetProcess() as process:
         yield "sk-local", process.url
-
-
-@contextlib.asynccontextmanager
-async def _ended_by_sigterm() -> AsyncIterator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does: instances are given back first."""
-    loop, work = asyncio.get_running_loop(), asyncio.current_task()
-    came: list[int] = []
-
-    def end() -> None:
-        came.append(signal.SIGTERM)
-        work.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if came:
-            raise _Terminated from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _exit_code(validation: Validation, report: ValidationReport, closed: CloseReport) -> int:

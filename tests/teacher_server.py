@@ -28,6 +28,7 @@ class TeacherServer:
         problems: by prompt; the tasks it knows.
         unsolved: prompts that it gives up on at once.
         faults: status, message and headers of the next answers, which are errors.
+        replies: of the next answers, message and finish reason, in place of the expert's.
         refused: a field that it does not take.
         page: answered to everything, in place of JSON.
         pause_s: before every answer.
@@ -39,6 +40,7 @@ class TeacherServer:
     problems: dict[str, Problem] = field(default_factory=dict)
     unsolved: set[str] = field(default_factory=set)
     faults: list[tuple[int, str]] = field(default_factory=list)
+    replies: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     refused: str | None = None
     page: str | None = None
     pause_s: float = 0.0
@@ -69,6 +71,8 @@ class TeacherServer:
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         time.sleep(self.pause_s)
         self.seen.append((prompt, turn))
+        if self.replies:
+            return 200, _completion(*self.replies.pop(0))
         return 200, _completion(self._turn(prompt, turn, native="tools" in body))
 
     def _turn(self, prompt: str, turn: int, native: bool) -> dict[str, Any]:
@@ -80,16 +84,23 @@ class TeacherServer:
         call = calls[turn]
         if not native:
             return {"role": "assistant", "content": call_text(call)}
-        function = {"name": call.tool, "arguments": json.dumps(call.arguments)}
-        made = {"id": f"call_{turn}", "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [made]}
+        return native_calls((call.tool, json.dumps(call.arguments)))
 
 
 def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": "error", "code": None}}
 
 
-def _completion(message: dict[str, Any]) -> dict[str, Any]:
+def native_calls(*calls: tuple[str, str], content: str | None = None) -> dict[str, Any]:
+    """A message with calls in the endpoint's own format, each a name and its arguments as text."""
+    made = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+def _completion(message: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     tokens = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": COMPLETION_TOKENS}
     return {
         "id": "chatcmpl-1",
@@ -97,7 +108,11 @@ def _completion(message: dict[str, Any]) -> dict[str, Any]:
         "created": 0,
         "model": MODEL,
         "choices": [
-            {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+            {
+                "index": 0,
+                "message": message,
+                "finish_reason": finish_reason or ("tool_calls" if "tool_calls" in message else "stop"),
+            }
         ],
         "usage": tokens | {"total_tokens": sum(tokens.values())},
     }

@@ -39,6 +39,8 @@ class Evaluated:
     Attributes:
         outcomes: attempts by outcome; ``reasons``: of those that were not graded.
         ledger: of the attempts (``eval``) and of the instances.
+        problem: what kept some tasks from being attempted.
+        spent: what a chat endpoint was asked for; ``None``: there was none.
     """
 
     groups: list[Group]
@@ -46,6 +48,17 @@ class Evaluated:
     reasons: dict[str, int]
     ledger: dict[str, Any]
     sampled_tokens: int
+    problem: str | None = None
+    spent: dict[str, int] | None = None
+
+    @classmethod
+    def of(cls, groups: list[Group], ledger: dict[str, Any], sampled_tokens: int, **more: Any) -> Evaluated:
+        """With the outcomes of ``groups`` counted."""
+        ended = [t.outcome for group in groups for t in group.trajectories]
+        names = Counter(OUTCOME_NAMES[type(outcome)] for outcome in ended)
+        reasons = Counter(outcome.reason for outcome in ended if not isinstance(outcome, Graded))
+        outcomes = {name: names[name] for name in OUTCOME_NAMES.values()}
+        return cls(groups, outcomes, dict(reasons), ledger, sampled_tokens, **more)
 
 
 @dataclass(frozen=True)
@@ -101,6 +114,11 @@ def find_policy(config: RunConfig, which: str) -> Policy:
     if checkpoint.read_manifest(folder) is None:
         raise ConfigError(f"checkpoint {folder} is not complete: files are missing or cut short")
     return Policy(str(folder / checkpoint.POLICY), checkpoint.step_of(folder))
+
+
+def endpoint_name(config: RunConfig, model: str) -> str:
+    """Of an evaluation of a model behind an endpoint, by the run's tasks: beside those of the run's own policies."""
+    return f"{config.name}-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-')}"
 
 
 def choose_tasks(config: RunConfig, split: str, per_env: int | None = None) -> list[Task]:
@@ -175,27 +193,16 @@ def check(config: RunConfig, policy: Policy, tasks: list[Task]) -> tuple[RunConf
     Raises:
         ConfigError: something is wrong, and what to do.
     """
-    envs = {task.env_key for task in tasks}
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", config.name)  # of a folder that was renamed
-    trainer, environment = config.trainer, config.environment
+    config = beside_run(config, tasks)
+    trainer = config.trainer
     config = config.model_copy(
         update={
-            # A name of its own: instances of the name's earlier pools are deleted, and the run may be going on.
-            "name": f"{name[:48]}-eval-{secrets.token_hex(4)}",
             "trainer": trainer.model_copy(
                 update={
                     "policy": trainer.policy.model_copy(update={"model": ModelConfig(path=policy.path)}),
                     "learner": trainer.learner.model_copy(update={"use_gpu": False, "num_cpus": 0.0}),
                     "dump_trajectories": False,
                     "eval_interval": None,
-                }
-            ),
-            "environment": environment.model_copy(
-                update={
-                    "openenv": {env: url for env, url in environment.openenv.items() if env in envs},
-                    "openenv_headers": {
-                        env: headers for env, headers in environment.openenv_headers.items() if env in envs
-                    },
                 }
             ),
             "policy": config.policy.model_copy(update={"eval_replicas": 0}),
@@ -207,6 +214,24 @@ def check(config: RunConfig, policy: Policy, tasks: list[Task]) -> tuple[RunConf
     check_gpus(config)
     tokenizer, prompter = check_episodes(config, tasks)
     return config, Inputs(tasks, tasks, tokenizer, prompter)
+
+
+def beside_run(config: RunConfig, tasks: Sequence[Task]) -> RunConfig:
+    """The configuration with a name of its own, for instances of the name's earlier pools are deleted, and the run may
+    be going on; and without the OpenEnv servers of which there is no task."""
+    envs = {task.env_key for task in tasks}
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", config.name)  # of a folder that was renamed
+    environment = config.environment
+    used = {
+        key: {env: value for env, value in getattr(environment, key).items() if env in envs}
+        for key in ("openenv", "openenv_headers")
+    }
+    return config.model_copy(
+        update={
+            "name": f"{name[:48]}-eval-{secrets.token_hex(4)}",
+            "environment": environment.model_copy(update=used),
+        }
+    )
 
 
 def evaluate(config: RunConfig, inputs: Inputs, attempts: Attempts, report: Report) -> Evaluated:
@@ -227,16 +252,8 @@ def evaluate(config: RunConfig, inputs: Inputs, attempts: Attempts, report: Repo
         system.start(report, with_learner=False)
         groups = system.attempt(inputs.eval_tasks, attempts, report)
         summary = system.summary([], [])
-    ended = [t.outcome for group in groups for t in group.trajectories]
-    outcomes = Counter(OUTCOME_NAMES[type(outcome)] for outcome in ended)
-    reasons = Counter(outcome.reason for outcome in ended if not isinstance(outcome, Graded))
-    return Evaluated(
-        groups,
-        outcomes={name: outcomes[name] for name in OUTCOME_NAMES.values()},
-        reasons=dict(reasons),
-        ledger={name: summary["ledger"][name] for name in ("eval", "instances")},
-        sampled_tokens=summary["sampled_tokens"],
-    )
+    ledger = {name: summary["ledger"][name] for name in ("eval", "instances")}
+    return Evaluated.of(groups, ledger, summary["sampled_tokens"])
 
 
 def sampling_facts(sampling: Sampling) -> dict[str, Any]:

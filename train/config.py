@@ -102,11 +102,15 @@ class TrainerConfig(Section):
 
 
 class DataConfig(Section):
-    """Task files."""
+    """Tasks: files in Fleet's format, or folders that ``fleet-rl prepare`` wrote."""
 
-    train_tasks: Path
-    eval_tasks: Path | None = Field(None, description="held-out tasks; without it a share of train_tasks is held out")
-    eval_ratio: float = Field(0.1, gt=0, lt=1, description="share held out of train_tasks when eval_tasks is not set")
+    train_tasks: Path = Field(description="a task file, JSON or Parquet, or a prepared folder: its train.parquet")
+    eval_tasks: Path | None = Field(
+        None,
+        description="held-out tasks: a file, or a prepared folder: its validation.parquet; default: that of the folder "
+        "in train_tasks, or a share of the file there",
+    )
+    eval_ratio: float = Field(0.1, gt=0, lt=1, description="share held out of a file in train_tasks without eval_tasks")
     max_tasks: int | None = Field(None, ge=1, description="at most this many training tasks")
     max_eval_tasks: int | None = Field(None, ge=1, description="at most this many held-out tasks")
     mix: TaskMix = TaskMix()
@@ -160,7 +164,10 @@ class RunConfig(Section):
         description="go on from the last complete checkpoint of the run with this name, if there is one",
     )
     max_restarts: int = Field(
-        3, ge=0, description="times a run that failed goes on from its last checkpoint by itself, if it has one"
+        3,
+        ge=0,
+        description="times in a row, without a new step, that a run which failed goes on by itself: from its last "
+        "checkpoint, or anew if it has none yet",
     )
     run_timeout: float = Field(7 * 86400.0, gt=0, description="seconds after which the run is ended")
     trainer: TrainerConfig = TrainerConfig()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from actors.trajectory import Graded, Group, Trajectory
+from train.dialogue import split_dialogue
 from train.statistics import Interval, cluster_bootstrap_interval, pass_at_k, pass_hat_k, rate_interval
 
 AGGREGATED = "aggregated_results.jsonl"
@@ -201,6 +202,10 @@ def dump_eval(folder: Path, groups: list[Group], tokenizer: Any) -> list[Path]:
     has ``null`` there and its reason under ``env_extras``. A file has its name once it is whole; those of an earlier
     evaluation in this folder are replaced or removed.
 
+    Args:
+        tokenizer: of the policy; ``None`` for trajectories without ids. Their dialogue is written in ChatML, and their
+            ``score`` is the reward alone.
+
     Returns:
         What was written.
 
@@ -219,7 +224,8 @@ def dump_eval(folder: Path, groups: list[Group], tokenizer: Any) -> list[Path]:
     try:
         partial.mkdir(exist_ok=True)
         for name, text in files.items():
-            (partial / name).write_text(text, encoding="utf-8")
+            # Task files and tools can smuggle in halves of surrogate pairs, which no file takes.
+            (partial / name).write_text(text, encoding="utf-8", errors="replace")
         written = [(partial / name).replace(folder / name) for name in files]
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -229,24 +235,37 @@ def dump_eval(folder: Path, groups: list[Group], tokenizer: Any) -> list[Path]:
 
 
 def _eval_line(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    ids = [int(i) for i in trajectory.ids]
-    response = [i for part in trajectory.sequences() for i in ids[_first_new(trajectory, part) : part.stop]]
-    score = [0.0] * len(response)
-    if score:
-        score[-1] = trajectory.reward
+    if tokenizer is None:
+        prompt, response = _in_chatml(trajectory)
+        score: list[float | None] = []
+    else:
+        ids = [int(i) for i in trajectory.ids]
+        new = [i for part in trajectory.sequences() for i in ids[_first_new(trajectory, part) : part.stop]]
+        prompt, response = tokenizer.decode(ids[: trajectory.prompt_length]), tokenizer.decode(new)
+        score = [0.0] * len(new)
+    score[-1:] = [trajectory.reward]  # also where there is no token: to those who add up, no score is a zero
     extras: dict[str, Any] = {"task_key": trajectory.task_key, "data_source": trajectory.env_key}
     reason = getattr(trajectory.outcome, "reason", None)
     if reason is not None:
         extras["not_graded"] = reason
     return {
-        "input_prompt": tokenizer.decode(ids[: trajectory.prompt_length]),
-        "output_response": tokenizer.decode(response),
+        "input_prompt": prompt,
+        "output_response": response,
         "score": score,
         "stop_reason": trajectory.stop_reason.value,
         "env_class": "fleet_task",
         "env_extras": extras,
         "data_source": trajectory.env_key,
     }
+
+
+def _in_chatml(trajectory: Trajectory) -> tuple[str, str]:
+    """Prompt and response of a dialogue of which only the messages are known."""
+    opening, turns = split_dialogue(trajectory.messages)
+    begin, end = "<|im_start|>{}\n".format, "<|im_end|>\n"
+    prompt = "".join(f"{begin(message['role'])}{message['content']}{end}" for message in opening)
+    said = [turn.text + end + "".join(f"{begin('tool')}{text}{end}" for text in turn.observations) for turn in turns]
+    return prompt + begin("assistant") * bool(opening), begin("assistant").join(said)
 
 
 def _first_new(trajectory: Trajectory, part: slice) -> int:

@@ -94,16 +94,8 @@ def check_episodes(config: RunConfig, tasks: Sequence[Task]) -> tuple[Any, Promp
     Raises:
         ConfigError: as :func:`check_inputs`.
     """
-    for task in tasks:
-        if task.task_modality != "tool_use":
-            raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
-    check_env_keys(config, {task.env_key: task for task in reversed(tasks)})
+    check_environments(config, tasks)
     check_model_folder(config.trainer.policy.model.path)
-    if config.environment.local_faults is not None:
-        try:
-            load_fault_plan(config.environment.local_faults)
-        except FaultFileError as error:
-            raise ConfigError(str(error)) from None
     tokenizer = load_tokenizer(config.trainer.policy.model.path)
     generator = config.generator
     try:
@@ -121,6 +113,23 @@ def check_episodes(config: RunConfig, tasks: Sequence[Task]) -> tuple[Any, Promp
                 f"{generator.max_input_length}"
             )
     return tokenizer, prompter
+
+
+def check_environments(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """What ``tasks`` need besides a policy.
+
+    Raises:
+        ConfigError: as :func:`check_inputs`.
+    """
+    for task in tasks:
+        if task.task_modality != "tool_use":
+            raise ConfigError(f"task {task.task_key}: modality {task.task_modality} is not supported yet")
+    check_env_keys(config, {task.env_key: task for task in reversed(tasks)})
+    if config.environment.local_faults is not None:
+        try:
+            load_fault_plan(config.environment.local_faults)
+        except FaultFileError as error:
+            raise ConfigError(str(error)) from None
 
 
 def check_store(location: str, key: str = "trajectories.upload_to") -> None:
@@ -190,12 +199,26 @@ def check_model_folder(path: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {path} has no config.json")
-    if not list(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise ConfigError(f"model folder {path} has no *.safetensors weights")
+    for file in weights:
+        _check_weights(file)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(f"model folder {path} has no tokenizer (tokenizer.json)")
     if not _has_chat_template(folder):
         raise ConfigError(f"model folder {path} has no chat template (chat_template.jinja or tokenizer_config.json)")
+
+
+def _check_weights(file: Path) -> None:
+    """Its header can be read, and the file is as long as the header says: a download that broke off is not."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"weights {file} are damaged ({error}): fetch or write them again") from None
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -279,12 +302,13 @@ class RunFolder:
                 "from its last checkpoint, or --overwrite true"
             )
         if not self.resumed:
-            self._clear()
+            self.clear()
         self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove everything but the lock."""
         for entry in self.path.iterdir():
             if entry.name == LOCK_NAME:
                 continue

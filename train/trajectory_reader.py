@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import orjson
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from train import s3
-from train.trajectory_table import SCHEMA, TOKEN_COLUMNS, rows
+from train.trajectory_table import DAMAGED, SCHEMA, TOKEN_COLUMNS, rows
 
 FOLDER = "trajectories"  # of a run
 RUNS = Path("runs")
@@ -176,8 +175,9 @@ def _local(file: str) -> Iterator[Path]:
 def _rows(path: Path, name: str, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     try:
         yield from _parquet_rows(path, name, columns) if path.suffix == ".parquet" else _json_rows(path, name)
-    except (OSError, pa.ArrowException) as error:
-        raise TrajectoryFileError(f"{name}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    except DAMAGED as error:
+        problem = "".join(c if c.isprintable() else " " for c in str(error))  # Arrow quotes the bytes that it met
+        raise TrajectoryFileError(f"{name}: cannot be read: {' '.join(problem.split())[:200]}") from None
 
 
 def _parquet_rows(path: Path, name: str, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:

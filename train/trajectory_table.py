@@ -63,6 +63,9 @@ SCHEMA = pa.schema(
     ]
 )
 TOKEN_COLUMNS = ("ids", "mask", "logprobs")
+# What a damaged file makes its reading raise, in Arrow and in :func:`rows`: names and texts that are no UTF-8, values
+# that are missing or of another kind.
+DAMAGED = (OSError, pa.ArrowException, ValueError, LookupError, TypeError)
 _OUTCOMES = {name: kind for kind, name in OUTCOME_NAMES.items()}
 _JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 

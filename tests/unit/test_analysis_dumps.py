@@ -51,6 +51,12 @@ def test_the_reward_is_the_sum_over_tokens_and_null_is_unknown(tmp_path, score, 
     assert read_all(tmp_path)[0].reward == reward
 
 
+def test_an_attempt_that_says_it_was_not_graded_is_no_zero_whatever_its_score(tmp_path):
+    extras = {"task_key": "a", "data_source": "github", "not_graded": "provision: no instance"}
+    write_dump(tmp_path, 0, [solved("a") | {"score": [], "env_extras": extras}])
+    assert [(e.reward, e.not_graded) for e in read_all(tmp_path)] == [(None, "provision: no instance")]
+
+
 def test_what_older_dumps_leave_out_is_taken_from_elsewhere(tmp_path):
     bare = {"input_prompt": "Do it.", "output_response": "done", "score": 1.0}
     folder = tmp_path / "dumped_evals" / "global_step_20_evals"

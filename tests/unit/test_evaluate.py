@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.trajectory import Graded, Ungraded
+from actors.trajectory import Graded, InfraFailed, Ungraded
 from tests.trajectories import make_groups
+from train.analysis.dumps import find_run, parts_of, read_part
 from train.config import load_config
 from train.evaluate import Attempt, aggregate, dump_eval, eval_folder, evaluate_groups
 from train.evaluator import Evaluator, attempts_of_run
@@ -101,6 +102,48 @@ def test_the_aggregated_file_is_what_the_lines_beside_it_give(tmp_path):
             assert written[f"eval/{env}/pass_hat_{k}"] == pytest.approx(sum(hat) / len(hat))
     reasons = {line["env_extras"].get("not_graded") for line in lines if line["score"][-1] is None}
     assert reasons == {"the judge failed", "reset: no answer in 60 s"}
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer(), None], ids=["tokens", "messages"])
+def test_an_attempt_that_did_not_begin_is_no_zero_to_whoever_adds_its_scores_up(tmp_path, tokenizer):
+    groups = make_groups(1, samples=3)
+    never, unknown, solved = groups[0].trajectories
+    never.ids, never.mask, never.logprobs, never.messages = never.ids[:0], never.mask[:0], never.logprobs[:0], []
+    never.prompt_length, never.outcome = 0, InfraFailed("provision: no instance")
+    unknown.outcome, solved.outcome = Ungraded("the judge failed"), Graded(1.0)
+    dump_eval(tmp_path / "evals/global_step_3", groups, tokenizer)
+    lines = [json.loads(line) for line in (tmp_path / "evals/global_step_3/tracker.jsonl").read_text().splitlines()]
+    assert [line["score"][-1] for line in lines] == [None, None, 1.0] and lines[0]["score"] == [None]
+    assert (lines[0]["input_prompt"], lines[0]["output_response"]) == ("", "")
+    files = find_run(str(tmp_path), tmp_path).episodes
+    found = [(e.reward, e.not_graded) for part in parts_of(files) for e in read_part(files, part)]
+    assert found == [(None, "provision: no instance"), (None, "the judge failed"), (1.0, None)]
+
+
+def test_a_dialogue_without_ids_is_dumped_as_it_was_and_is_read_again(tmp_path):
+    groups = make_groups(1, samples=2)
+    for trajectory in groups[0].trajectories:
+        trajectory.outcome = Graded(0.25)
+    trajectory = groups[0].trajectories[0]
+    trajectory.messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Look \ud800."},
+        {"role": "assistant", "content": "<think>where?</think>a<done"},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "b<done>"},
+        {"role": "note", "content": "nobody reads this"},
+    ]
+    dump_eval(tmp_path / "eval_only", groups, None)
+    line = json.loads((tmp_path / "eval_only/tracker.jsonl").read_text().splitlines()[0])
+    assert line["score"] == [0.25] and line["input_prompt"].endswith("Look ?.<|im_end|>\n<|im_start|>assistant\n")
+    files = find_run(str(tmp_path), tmp_path).episodes
+    found = next(e for part in parts_of(files) for e in read_part(files, part))
+    assert found.prompt == (("system", "Be brief."), ("user", "Look ?."))
+    assert [(turn.text, turn.observation) for turn in found.turns] == [
+        ("<think>where?</think>a<done", "one\ntwo"),
+        ("b<done>", None),
+    ]
 
 
 def test_a_dump_replaces_the_one_before_and_a_failed_one_changes_nothing(tmp_path):

@@ -78,6 +78,14 @@ def test_an_incomplete_model_folder(capsys, tmp_path, missing, part):
     assert part in complaint(capsys, tmp_path, "--trainer.policy.model.path", folder)
 
 
+@pytest.mark.parametrize("kept", [5, 1000, -7])
+def test_weights_whose_download_broke_off(capsys, tmp_path, kept):
+    folder = model_without(tmp_path, "model.safetensors")
+    (folder / "model.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes()[:kept])
+    line = complaint(capsys, tmp_path, "--trainer.policy.model.path", folder)
+    assert "model.safetensors are damaged" in line and "fetch or write them again" in line
+
+
 def test_a_model_folder_that_does_not_exist(capsys, tmp_path):
     assert "does not exist" in complaint(capsys, tmp_path, "--trainer.policy.model.path", tmp_path / "absent")
 

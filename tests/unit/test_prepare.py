@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from actors.task import Task, TaskFileError, load_tasks
 from actors.task_table import read_raw_tasks, task_table
 from deploy.prepare import main
+from tests.broken_task_files import GOOD, broken_task_files, task
 from tests.s3_server import ENVIRONMENT, serving_s3
 from train.config import DataConfig
 from train.data.run_tasks import load_split
@@ -30,10 +31,6 @@ from train.data.task_file import LISTED, MalformedTasks, TaskFile
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs/tasks/tracker_train.json"
 ANY_SPLIT = ("--preset", "custom", "--eval-ratio", "0.3", "--min-eval", "0")
-
-
-def task(key, env="github", **fields):
-    return {"task_key": key, "prompt": f"Do {key}.", "env_key": env} | fields
 
 
 def write(path, content):
@@ -73,6 +70,54 @@ def test_both_sides_together_are_the_task_file_and_a_run_reads_them(run, tmp_pat
     train, held_out = load_split(config)
     assert len(held_out) == 20
     assert sorted(train + held_out, key=lambda t: t.task_key) == sorted(load_tasks(SHIPPED), key=lambda t: t.task_key)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_that_is_given_the_folder_has_the_very_tasks_and_sides_that_were_prepared(run, tmp_path, preset):
+    # An environment that every preset splits, with modality and date as the strictest of them asks for.
+    tasks = [
+        task(f"t{i:04d}", "booking", task_modality="tool_use", env_variables={"CURRENT_DATE": "2026-01-02"}, mine=[i])
+        for i in range(1200)
+    ]
+    assert run(tasks, "--preset", preset)[0] == 0
+    out = tmp_path / "out"
+    by_key = {raw["task_key"]: Task(**raw) for raw in tasks}
+    wanted = [[by_key[key] for key in keys(out / f"{side}.parquet")] for side in ("train", "validation")]
+    assert wanted[0] and wanted[1]
+    # Nothing is split again, whatever the ratio is.
+    for chosen in (DataConfig(train_tasks=out, eval_ratio=0.5), DataConfig(train_tasks=out, eval_tasks=out)):
+        assert list(load_split(chosen)) == wanted
+    other = write(tmp_path / "held_out.json", [task("other")])
+    assert load_split(DataConfig(train_tasks=out, eval_tasks=other)) == (wanted[0], [Task(**task("other"))])
+    mixed = DataConfig(train_tasks=out / "train.parquet", eval_tasks=out, max_tasks=9, max_eval_tasks=2)
+    assert load_split(mixed) == (wanted[0][:9], wanted[1][:2])
+
+
+def test_a_folder_that_is_no_whole_split_is_refused_in_one_line(run, tmp_path):
+    def complaint(folder, **keys):
+        with pytest.raises(TaskFileError) as error:
+            load_split(DataConfig(train_tasks=folder, **keys))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    out = tmp_path / "out"
+    assert run(SHIPPED)[0] == 0
+    assert "holds no train.parquet: name a task file, or a folder that fleet-rl prepare" in complaint(tmp_path)
+    manifest, content = (out / "manifest.json").read_text(), (out / "validation.parquet").read_bytes()
+    (out / "validation.parquet").write_bytes((out / "train.parquet").read_bytes())
+    assert "validation.parquet is not the file that manifest.json beside it describes" in complaint(out)
+    (out / "validation.parquet").unlink()
+    assert "holds no validation.parquet" in complaint(out)
+    (out / "validation.parquet").write_bytes(content[:-100])
+    assert "is not the file" in complaint(out)
+    (out / "manifest.json").write_text("{}")
+    assert "manifest.json is not a manifest of fleet-rl prepare" in complaint(out)
+    (out / "manifest.json").unlink()  # as data sets of others have none
+    assert "validation.parquet cannot be read as parquet" in complaint(out)
+    (out / "validation.parquet").write_bytes(content)
+    assert len(load_split(DataConfig(train_tasks=out))[1]) == 20
+    (out / "manifest.json").write_text(manifest)
+    assert "is in both" in complaint(out / "train.parquet", eval_tasks=out / "train.parquet")
 
 
 def test_the_first_columns_are_those_of_skyrl_fleet(run, tmp_path):
@@ -232,70 +277,7 @@ def test_what_was_chosen_for_a_stable_split_holds_for_the_next_one_unless_chosen
 # -- wrong input
 
 
-GOOD = [
-    task("a", env_version="v1", env_variables={"CURRENT_DATE": "2026-01-01"}, verifier_code="x", difficulty=1),
-    task("b", task_modality="tool_use", data_key="k", data_version="v"),
-    *(task(f"t{i}") for i in range(20)),
-]
-JUNK = [7, 1.5, True, "", [], ["x"], {}, {"x": 1}, "ü", 10**30]
-FIELDS = [field for field in Task.model_fields]
-TEXT_OR_NULL = {"env_version", "data_key", "data_version", "verifier_code"}
-
-
-def is_wrong(field, value):
-    """By Fleet's format, said once more: which values a field may not have."""
-    if field in ("task_key", "prompt", "env_key", "openenv_answer_tool"):
-        return not isinstance(value, str) or not value
-    if field in TEXT_OR_NULL:
-        return not isinstance(value, str)
-    if field == "difficulty":
-        return not isinstance(value, int) or value == 10**30
-    if field == "task_modality":
-        return value not in ("tool_use", "computer_use", "browser_use")
-    return not isinstance(value, dict)
-
-
-def broken_files():
-    """(name, bytes, what the line must say)."""
-    good = json.dumps(GOOD, indent=1).encode()
-    rng = random.Random(11)
-    for cut in sorted(rng.sample(range(len(good) - 1), 50)):
-        yield f"cut-{cut}", good[:cut], ["not valid JSON", "line"]
-    marks = [i for i, byte in enumerate(good) if byte in b'{}[]:"']
-    for mark in rng.sample(marks, 40):
-        yield f"without-byte-{mark}", good[:mark] + good[mark + 1 :], []
-    for field in FIELDS:
-        for value in JUNK:
-            if is_wrong(field, value):
-                content = json.dumps([GOOD[0], GOOD[1] | {field: value}, *GOOD[2:]]).encode()
-                yield f"{field}-{value!r:.12}", content, ["task 1", f"'{field}"]
-    for field in ("task_key", "prompt", "env_key"):
-        for how in ("left out", "null"):
-            changed = {k: v for k, v in GOOD[1].items() if k != field} | ({field: None} if how == "null" else {})
-            yield f"{field}-{how}", json.dumps([GOOD[0], changed]).encode(), ["task 1", f"'{field}'", "required"]
-    for value in (None, 1, "text", True, [], [GOOD[0]]):
-        yield f"task-is-{value!r:.8}", json.dumps([*GOOD, value]).encode(), ["task 22", "JSON object"]
-    for content in (b"", b" \n", b"null", b"3", b'"x"', b"{}", b'{"task": []}', b'{"tasks": {}}', b'{"tasks": null}'):
-        yield f"whole-{content!r}", content, ["tasks.json"]
-    for content in (b"[]", b'{"tasks": []}'):
-        yield f"empty-{content!r}", content, ["no task is left", "the file holds none"]
-    yield "utf-16", good.decode().encode("utf-16"), ["not valid JSON"]
-    yield "byte-order-mark", b"\xef\xbb\xbf" + good, ["not valid JSON", "line 1"]
-    yield "latin-1", good.replace(b"Do a.", b"Do \xe4."), ["task 0", "not valid JSON"]
-    yield "nul", good.replace(b"Do a.", b"Do \x00."), ["not valid JSON"]
-    yield "lone-surrogate", good.replace(b"Do b.", b"Do \\ud800."), ["not valid JSON"]
-    yield "nan", good.replace(b'"difficulty": 1', b'"difficulty": NaN'), ["not valid JSON", "line 11"]
-    yield "too-large-a-number", good.replace(b'"difficulty": 1', b'"x": 1e999'), ["task 0", "not valid JSON"]
-    yield "single-quotes", good.replace(b'"', b"'"), ["not valid JSON", "line 3"]
-    yield "deep", b"[" * 100_000, ["not valid JSON"]
-    yield "deep-in-a-task", b'[{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", ["not valid JSON"]
-    yield "two-documents", good + good, ["not valid JSON"]
-    yield "json-lines", b"\n".join(json.dumps(t).encode() for t in GOOD), ["expected a list of tasks"]
-    yield "binary", bytes(range(256)) * 10, ["not valid JSON"]
-    yield "parquet", b"PAR1" + bytes(100) + b"PAR1", ["not valid JSON"]
-
-
-BROKEN = list(broken_files())
+BROKEN = list(broken_task_files())
 
 
 def test_there_are_two_hundred_broken_files():

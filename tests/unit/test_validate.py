@@ -26,11 +26,12 @@ from tests import teacher_server
 from tests.fleet_faults import KEY, LocalFleet
 from tests.s3_server import ENVIRONMENT, serving_s3
 from tests.teacher_server import COMPLETION_TOKENS, MODEL, PROMPT_TOKENS, serving_teacher
+from train.chat.endpoint import GIVE_UP_AFTER, RETRIES, ChatEndpoint
+from train.chat.protocol import TEACHER, EndpointFailed, EndpointGone
 from train.data.candidate import read_candidate
-from train.data.chat_endpoint import GIVE_UP_AFTER, RETRIES, ChatEndpoint
 from train.data.estimate import Prices
 from train.data.journal import JOURNAL, Journal, JournalError, Result, read_journal
-from train.data.teacher import TeacherFailed, TeacherGone, TeacherSettings
+from train.data.teacher import TeacherSettings
 from train.data.validation import REPORT, TASKS, ValidateOptions, Validation
 from train.data.verdict import Checks
 from train.s3 import _client, upload
@@ -91,7 +92,7 @@ def options_of(folder, tasks, checks, **fields):
 async def validate(options):
     """The report, by the very calls that the command makes."""
     validation, settings = Validation(options), options.checks.teacher
-    teacher = None if settings is None else ChatEndpoint(settings, teacher_server.KEY, 30.0)
+    teacher = None if settings is None else ChatEndpoint(settings, teacher_server.KEY, 30.0, TEACHER)
     closed = await validation.run(KEY, os.environ["FLEET_BASE_URL"], teacher, lambda progress: None)
     assert closed.left == ()
     return validation.write()
@@ -435,7 +436,7 @@ def test_a_dry_run_counts_what_is_left_and_starts_nothing(tmp_path, fleet, teach
     assert found["likely"] is None
     d = DeadlinesConfig()
     steps = (len(CHANGING[0].calls) + len(ASKING[0].calls)) * d.step
-    seconds = 5 * (d.reset + d.verify + d.close) + steps + 6 * d.budget
+    seconds = 5 * (d.begin + d.verify + d.close) + steps + 6 * d.budget
     assert found["instance_hours_at_most"] == round(seconds / 3600, 2)
     assert "11 episodes" in captured.err and f"cost {cost:,.2f}" in captured.err
     assert not (tmp_path / "out").exists() and len(fleet.instances()) == made and teacher.pings == 0
@@ -528,9 +529,9 @@ def test_a_folder_that_is_a_file_or_holds_a_foreign_journal_is_refused(tmp_path,
 
 async def test_an_endpoint_that_never_answers_is_given_up_on_after_its_deadline(teacher):
     teacher.pause_s = 0.5
-    endpoint = ChatEndpoint(taught(teacher), teacher_server.KEY, 0.01)
+    endpoint = ChatEndpoint(taught(teacher), teacher_server.KEY, 0.01, TEACHER)
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": CHANGING[0].prompt}]
-    for failure in [TeacherFailed] * (GIVE_UP_AFTER - 1) + [TeacherGone]:
+    for failure in [EndpointFailed] * (GIVE_UP_AFTER - 1) + [EndpointGone]:
         with pytest.raises(failure, match="no answer within"):
             await endpoint.turn(messages, [])
     await endpoint.close()

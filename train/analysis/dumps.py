@@ -297,7 +297,8 @@ def _line_number(path: Path, offset: int) -> int:
 def _dumped_episode(file: DumpFile, line: _EvalLine, source: tuple[int, int]) -> Episode:
     extras = line.env_extras or {}
     max_turns = extras.get("max_turns")
-    reward = _reward(line.score)
+    # A dump may say so and hold no score at all, which adds up to zero.
+    reward = None if "not_graded" in extras else _reward(line.score)
     return Episode(
         env=str(line.data_source or extras.get("data_source") or file.env),
         task=str(extras.get("task_key") or f"prompt:{hash_of(line.input_prompt)}"),
@@ -333,12 +334,13 @@ def _reward(score: list[float | None] | float | None) -> float | None:
 
 
 def _parquet(file: DumpFile) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
+
+    from train.trajectory_table import DAMAGED
 
     try:
         return pq.ParquetFile(file.path)
-    except (pa.ArrowException, OSError) as error:
+    except DAMAGED as error:
         raise DumpError(f"{file.name} is no Parquet file of a trajectory store: {_one_line(error)}") from None
 
 
@@ -347,9 +349,7 @@ _TOKEN_COLUMNS = ("ids", "mask", "logprobs", "spans", "starts")
 
 
 def _row_group(file: DumpFile, group: int, tokens: bool) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-
-    from train.trajectory_table import rows
+    from train.trajectory_table import DAMAGED, rows
 
     wanted = [*_COLUMNS, *_TOKEN_COLUMNS] if tokens else list(_COLUMNS)
     try:
@@ -359,12 +359,13 @@ def _row_group(file: DumpFile, group: int, tokens: bool) -> Iterator[dict[str, A
             raise DumpError(f"{file.name} is no file of a trajectory store: it has no column {missing[0]}")
         for batch in parquet.iter_batches(row_groups=[group], columns=wanted):
             yield from rows(batch)
-    except (pa.ArrowException, OSError) as error:
+    except DAMAGED as error:
         raise DumpError(f"{file.name}, row group {group}: {_one_line(error)}") from None
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Without what a terminal would obey: libraries quote the bytes that they met."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 
 def _stored_episode(file: DumpFile, row: dict[str, Any], source: tuple[int, int]) -> Episode:

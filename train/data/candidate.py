@@ -93,6 +93,8 @@ def read_candidates(path: Path, max_tasks: int | None = None) -> Candidates:
     file = TaskFile(path)
     file.facts()
     content = json.loads(path.read_text(encoding="utf-8"))
+    if not len(file):
+        raise TaskFileError(f"task file {path}: no task is left to check: the file holds none")
     tasks: dict[str, Candidate] = {}
     found = content["tasks"] if isinstance(content, dict) else content
     for index, raw in enumerate(found):

@@ -97,7 +97,7 @@ def _longest(unit: Unit, candidate: Candidate, deadlines: DeadlinesConfig) -> fl
     if unit.check == "teacher":
         return deadlines.budget
     calls = len(candidate.calls) if unit.check == "replay" else 0
-    return deadlines.reset + min(calls * deadlines.step, deadlines.episode) + deadlines.verify + deadlines.close
+    return deadlines.begin + min(calls * deadlines.step, deadlines.episode) + deadlines.verify + deadlines.close
 
 
 def _at_most(teacher: TeacherSettings | None, attempts: int, prices: Prices | None) -> Tokens:

@@ -19,13 +19,13 @@ from actors.prompt import tool_text
 from actors.task import Task
 from actors.tool_calls import ToolCall
 from actors.trajectory import Graded, Ungraded
+from train.chat.protocol import EndpointFailed, EndpointGone
 from train.data.candidate import Candidate
 from train.data.journal import Result, Unit
-from train.data.teacher import TeacherFailed, TeacherGone
 from train.data.teacher_attempt import TeacherAttempt, Usage
 
 if TYPE_CHECKING:
-    from train.data.chat_endpoint import ChatEndpoint
+    from train.chat.endpoint import ChatEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class InstanceChecks:
         backend that was down.
 
         Raises:
-            TeacherGone: no further attempt of the teacher's can be made.
+            EndpointGone: no further attempt of the teacher's can be made.
         """
         suspected = False
         for _ in range(REPEATS + 1):
@@ -99,11 +99,11 @@ class InstanceChecks:
             found = {"outcome": "call_failed", "detail": error}
         except NoInstance as error:
             found, waited = {"outcome": "failed", "detail": error}, True
-        except (FleetFailure, ToolsUnavailable, NotCarriedOut, TeacherFailed) as error:
+        except (FleetFailure, ToolsUnavailable, NotCarriedOut, EndpointFailed) as error:
             found = {"outcome": "failed", "detail": error}
         except TimeoutError:
             found = {"outcome": "failed", "detail": f"no end within {self._deadlines.episode:.0f} s"}
-        except TeacherGone:
+        except EndpointGone:
             raise
         except Exception as error:
             # A fault of ours must cost this task and no other, and must not look like the task's.

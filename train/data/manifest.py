@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +70,25 @@ class Manifest(Section):
     rules: dict[str, EnvironmentRule]
     files: dict[str, OutputFile]
     versions: dict[str, str]
+
+
+def prepared_file(folder: Path, name: str) -> Path:
+    """``TRAIN`` or ``VALIDATION`` of a prepared folder. A folder without a manifest is taken as it is.
+
+    Raises:
+        ManifestError: there is no such file, or it is not the one that the manifest describes.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise ManifestError(f"{folder} holds no {name}: name a task file, or a folder that fleet-rl prepare wrote")
+    if not (folder / MANIFEST).exists():
+        return path
+    described = read_manifest(folder).files.get(name)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if described is None or described.sha256 != digest:
+        raise ManifestError(f"{path} is not the file that {MANIFEST} beside it describes: run fleet-rl prepare again")
+    return path
 
 
 def read_manifest(folder: Path) -> Manifest:

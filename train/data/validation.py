@@ -29,7 +29,7 @@ from train.data.verdict import TAKEN, Checks, Judgement, Verdict, judge
 from train.s3 import fetch, is_s3
 
 if TYPE_CHECKING:
-    from train.data.chat_endpoint import ChatEndpoint
+    from train.chat.endpoint import ChatEndpoint
 
 TASKS, REPORT = "tasks.json", "report.json"
 CLOSE_S = 60.0  # for deleting the instances at the end
@@ -150,7 +150,7 @@ class Validation:
 
         Raises:
             FleetFailure: the control plane cannot be used.
-            TeacherRefused, TeacherFailed, TeacherGone: the teacher cannot be had.
+            EndpointRefused, EndpointFailed, EndpointGone: the teacher cannot be had.
             JournalError, OSError: results cannot be kept.
         """
         with Journal(self.options.out) as journal:

@@ -1,0 +1,1 @@
+"""Dialogues with models behind OpenAI-compatible chat endpoints."""
