@@ -202,30 +202,46 @@ def mismatch_metrics(log_ratio: np.ndarray, vetoed: np.ndarray, lag: np.ndarray)
         lag: int [tokens], trained version minus the version a token was drawn under.
 
     Returns:
-        - over tokens of lag 0, the error of the engine alone: ``mismatch/logp_abs_diff_{mean,p99,max}`` and
-          ``mismatch/k3_kl``, the k3 estimate of KL(mu || pi); left out when there is no such token;
-        - for every other lag, error and staleness together: ``mismatch/lag_{lag}/{logp_abs_diff_mean,k3_kl}``;
-        - over all tokens: ``mismatch/ratio_max``, ``mismatch/ess`` (effective sample size as a share, 1 when pi = mu)
-          and ``mismatch/frac_vetoed``.
+        - for every lag, ``mismatch/lag_{lag}/*``: ``token_share``, its tokens' share of all; ``logp_abs_diff_mean``,
+          ``_p99`` and ``_max``; ``k3_kl``, the k3 estimate of KL(mu || pi); ``ratio_max``; ``ess``, the effective
+          sample size as a share, 1 when pi = mu; ``frac_vetoed``. Lag 0 is the engine's error, others add staleness;
+        - of lag 0 once more, the error as ``mismatch/logp_abs_diff_{mean,p99,max}`` and ``mismatch/k3_kl``;
+        - over all tokens: ``mismatch/ratio_max``, ``mismatch/ess`` and ``mismatch/frac_vetoed``.
+
+        What no token is known of is left out.
     """
     if not len(lag):
         return {}
     known = np.isfinite(log_ratio)
-    log_ratio = log_ratio[known].astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    lag = lag[known]
-    metrics = {"mismatch/frac_vetoed": float(vetoed.mean())}
-    if not len(lag):
-        return metrics
-    ratio = np.exp(log_ratio)
-    metrics["mismatch/ratio_max"] = float(ratio.max())
-    metrics["mismatch/ess"] = float(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum()))
-    difference, k3 = np.abs(log_ratio), np.expm1(log_ratio) - log_ratio
+    log_ratio = np.where(known, log_ratio, 0.0).astype(np.float64).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = {f"mismatch/{name}": value for name, value in _ratio_metrics(log_ratio[known], vetoed).items()}
     for value in np.unique(lag):
         chosen = lag == value
-        prefix = f"mismatch/lag_{int(value)}/" if value else "mismatch/"
-        metrics[f"{prefix}logp_abs_diff_mean"] = float(difference[chosen].mean())
-        metrics[f"{prefix}k3_kl"] = float(k3[chosen].mean())
-    if (lag == 0).any():
-        metrics["mismatch/logp_abs_diff_p99"] = float(np.percentile(difference[lag == 0], 99))
-        metrics["mismatch/logp_abs_diff_max"] = float(difference[lag == 0].max())
+        there = log_ratio[chosen & known]
+        error = _error_metrics(there)
+        if value == 0:
+            metrics |= {f"mismatch/{name}": figure for name, figure in error.items()}
+        family = {"token_share": float(chosen.mean()), **error, **_ratio_metrics(there, vetoed[chosen])}
+        metrics |= {f"mismatch/lag_{int(value)}/{name}": figure for name, figure in family.items()}
     return metrics
+
+
+def _error_metrics(log_ratio: np.ndarray) -> dict[str, float]:
+    if not len(log_ratio):
+        return {}
+    difference = np.abs(log_ratio)
+    return {
+        "logp_abs_diff_mean": float(difference.mean()),
+        "logp_abs_diff_p99": float(np.percentile(difference, 99)),
+        "logp_abs_diff_max": float(difference.max()),
+        "k3_kl": float((np.expm1(log_ratio) - log_ratio).mean()),
+    }
+
+
+def _ratio_metrics(log_ratio: np.ndarray, vetoed: np.ndarray) -> dict[str, float]:
+    metrics = {"frac_vetoed": float(vetoed.mean())}
+    if not len(log_ratio):
+        return metrics
+    ratio = np.exp(log_ratio)
+    ess = float(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum()))
+    return metrics | {"ratio_max": float(ratio.max()), "ess": ess}

@@ -27,7 +27,8 @@ class MetricSpec:
     """One metric, or one family of them.
 
     ``name`` may hold ``{env}`` (an environment key, ``/`` written as ``_``), ``{n}`` (samples of a task), ``{lag}``
-    (policy versions) and ``{reason}`` (a stop reason or the cause of a drop).
+    (policy versions), ``{reason}`` (a stop reason or the cause of a drop), ``{phase}`` (of an update in a replica) and
+    ``{role}`` (a kind of actor).
     """
 
     name: str
@@ -37,7 +38,8 @@ class MetricSpec:
     healthy: str
 
 
-_PLACEHOLDERS = {"env": r"(?P<env>[^/]+)", "n": r"\d+", "lag": r"\d+", "reason": r"[a-z_]+"}
+_WORD = r"[a-z_]+"
+_PLACEHOLDERS = {"env": r"(?P<env>[^/]+)", "n": r"\d+", "lag": r"\d+", "reason": _WORD, "phase": _WORD, "role": _WORD}
 _SHARE = "share"
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -147,6 +149,12 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("staleness/token_mean", "versions", "batch", "mean over sampled tokens", "below staleness/mean"),
     MetricSpec("staleness/mixed_share", _SHARE, "batch", "trajectories sampled under more than one version", "any"),
     MetricSpec("staleness/share_lag_{lag}", _SHARE, "batch", "groups with exactly this lag", "any"),
+    MetricSpec("staleness/groups", "groups", "batch", "groups in which something was sampled, all lags", "constant"),
+    # length: whether long groups are left out, over the last 16 steps
+    MetricSpec("length/trained", "tokens", "buffer", "mean sampled tokens of a group that was trained on", "stable"),
+    MetricSpec("length/ended", "tokens", "buffer", "the same of all that came back, trained on or dropped", "stable"),
+    MetricSpec("length/bias", "1", "buffer", "the first by the second", "near 1; below, long groups are dropped"),
+    MetricSpec("length/yield", _SHARE, "buffer", "sampled tokens that were trained on", "near 1"),
     # the learner
     MetricSpec("policy/final_loss", "nats", "learner", "the loss that was minimised, penalties included", "small"),
     MetricSpec("policy/policy_loss", "nats", "learner", "its policy-gradient part", "small"),
@@ -182,8 +190,20 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("mismatch/ratio_max", "1", "learner", "largest ratio of probabilities, all tokens", "below 10"),
     MetricSpec("mismatch/ess", _SHARE, "learner", "effective sample size of the ratios, all tokens", "above 0.9"),
     MetricSpec("mismatch/frac_vetoed", _SHARE, "learner", "tokens of sequences that carry no loss", "0; below 0.01"),
-    MetricSpec("mismatch/lag_{lag}/logp_abs_diff_mean", "nats", "learner", "tokens of one lag", "grows with the lag"),
+    MetricSpec(
+        "mismatch/lag_{lag}/token_share",
+        _SHARE,
+        "learner",
+        "tokens in trajectories of this lag; lag 0 is the engine's error alone, the others add staleness",
+        "any",
+    ),
+    MetricSpec("mismatch/lag_{lag}/logp_abs_diff_mean", "nats", "learner", "of those tokens", "grows with the lag"),
+    MetricSpec("mismatch/lag_{lag}/logp_abs_diff_p99", "nats", "learner", "likewise", "grows with the lag"),
+    MetricSpec("mismatch/lag_{lag}/logp_abs_diff_max", "nats", "learner", "likewise", "grows with the lag"),
     MetricSpec("mismatch/lag_{lag}/k3_kl", "nats", "learner", "likewise", "grows with the lag"),
+    MetricSpec("mismatch/lag_{lag}/ratio_max", "1", "learner", "likewise", "below 10"),
+    MetricSpec("mismatch/lag_{lag}/ess", _SHARE, "learner", "likewise", "above 0.9"),
+    MetricSpec("mismatch/lag_{lag}/frac_vetoed", _SHARE, "learner", "likewise", "0; below 0.01"),
     # where the time of a step goes
     MetricSpec("timing/step", "s", "learner", "from one step's end to the next", "stable"),
     MetricSpec("timing/wait_for_batch", "s", "learner", "waiting for a batch: rollouts are the bottleneck", "near 0"),
@@ -192,10 +212,54 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("timing/publish", "s", "learner", "until every replica has the new weights", "small"),
     MetricSpec("timing/checkpoint", "s", "learner", "writing a checkpoint", "small"),
     MetricSpec("timing/eval", "s", "driver", "one evaluation", "stable"),
+    # what each role does with its time; the shares of a role add up to 1
+    MetricSpec("time_share/learner/wait_for_batch", _SHARE, "learner", "idle: rollouts are the bottleneck", "near 0"),
+    MetricSpec("time_share/learner/train", _SHARE, "learner", "forward, backward and optimiser", "near 1"),
+    MetricSpec("time_share/learner/publish", _SHARE, "learner", "weights on their way to the replicas", "small"),
+    MetricSpec("time_share/learner/checkpoint", _SHARE, "learner", "writing a checkpoint", "small"),
+    MetricSpec("time_share/learner/other", _SHARE, "learner", "figures, records and reports of the step", "small"),
+    MetricSpec(
+        "time_share/rollout/queued",
+        _SHARE,
+        "driver",
+        "of the seconds of all episodes on all workers: waiting for a place among those that run at once",
+        "near 0",
+    ),
+    MetricSpec("time_share/rollout/provision", _SHARE, "driver", "waiting for an instance", "near 0"),
+    MetricSpec("time_share/rollout/generate", _SHARE, "driver", "waiting for the policy", "near 1"),
+    MetricSpec("time_share/rollout/env", _SHARE, "driver", "reset, tool calls and close", "as slow as the tools are"),
+    MetricSpec("time_share/rollout/verify", _SHARE, "driver", "being graded", "small"),
+    MetricSpec(
+        "time_share/rollout/own_work",
+        _SHARE,
+        "driver",
+        "between those: prompts and parsing, one episode at a time on each worker",
+        "below 0.01",
+    ),
+    MetricSpec("time_share/policy/generate", _SHARE, "learner", "replicas with requests in their engines", "near 1"),
+    MetricSpec("time_share/policy/update", _SHARE, "learner", "sampling stands still for new weights", "small"),
+    MetricSpec("time_share/policy/idle", _SHARE, "learner", "no request: rollouts do not keep up", "near 0"),
+    MetricSpec("time_share/policy/down", _SHARE, "learner", "an engine has died, and the next is starting", "0"),
+    # how late event loops wake those who wait, over one step, measured every 0.25 s
+    MetricSpec(
+        "loop_lag/{role}/max_s",
+        "s",
+        "driver, learner",
+        "largest of all actors of a role: rollout_worker, conductor, env_pool, replay_buffer, replica",
+        "below 1; more means that something blocks the loop, or that the machine is out of cores",
+    ),
+    MetricSpec("loop_lag/{role}/p99_s", "s", "driver, learner", "99th percentile", "below 0.1"),
     MetricSpec("sync/total_s", "s", "learner", "a whole publication", "small"),
     MetricSpec("sync/pack_s", "s", "learner", "gathering and copying the weights, and their checksums", "small"),
     MetricSpec("sync/update_s", "s", "learner", "until the last replica confirmed", "small"),
     MetricSpec("sync/pause_s", "s", "learner", "how long the slowest replica sampled nothing", "small"),
+    MetricSpec(
+        "sync/replica_{phase}_s",
+        "s",
+        "learner",
+        "of the slowest replica: fetch (of a snapshot, still sampling), pause, start, load, finish, call, resume",
+        "small",
+    ),
     MetricSpec("sync/failed", "0 or 1", "learner", "whether a replica failed to take the weights", "0"),
     MetricSpec("sync/no_group", "1", "learner", "no broadcast group came about; the snapshot was used", "absent"),
     MetricSpec("sync/version", "version", "learner", "the published policy version", "grows by 1"),
@@ -207,7 +271,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("trainer/epoch", "epochs", "learner", "passes over the training tasks so far", "growing"),
     # counts at the end of a step
     MetricSpec("buffer/running", "groups", "buffer", "groups in flight", "above 0"),
+    MetricSpec("buffer/issued", "groups", "buffer", "of these: ticket given, task being chosen", "near 0"),
+    MetricSpec("buffer/dispatched", "groups", "buffer", "of these: no episode asked for its first turn yet", "few"),
+    MetricSpec("buffer/generating", "groups", "buffer", "of these: under way", "near running"),
     MetricSpec("buffer/buffered", "groups", "buffer", "groups waiting to be trained", "0 to max_staleness batches"),
+    MetricSpec("buffer/training", "groups", "buffer", "in the batch the learner has", "0 or a batch"),
     MetricSpec("buffer/bytes", "bytes", "buffer", "their size", "below buffer.max_bytes"),
     MetricSpec("buffer/capacity", "groups", "buffer", "tickets that could be given now", "near 0"),
     MetricSpec("buffer/trained", "groups", "buffer", "trained so far", "growing"),
@@ -239,6 +307,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("leases/overdue", "leases", "pool", "not given back by their deadline", "0"),
     MetricSpec("leases/failed", "instances", "pool", "could not be made", "0"),
     MetricSpec("leases/refused", "instances", "pool", "refused by the control plane for lack of quota", "few"),
+    MetricSpec("leases/breakers_open", "environments", "pool", "rest after failed makes (docs/leases.md)", "0"),
     MetricSpec("leases/lost", "instances", "pool", "vanished while in use", "0"),
     MetricSpec("leases/heartbeats", "calls", "pool", "sent so far", "growing"),
 )
@@ -443,6 +512,7 @@ def staleness_metrics(groups: list[Group], lineage: Lineage) -> Metrics:
         "staleness/max": max(lags),
         "staleness/token_mean": float(np.average([lineage.lag(span.version) for span in spans], weights=lengths)),
         "staleness/mixed_share": float(np.mean([len({s.version for s in t.spans}) > 1 for t in trajectories])),
+        "staleness/groups": len(lags),
     }
     return metrics | {f"staleness/share_lag_{lag}": count / len(lags) for lag, count in Counter(lags).items()}
 
@@ -458,8 +528,10 @@ def batch_metrics(groups: list[Group], n: int, lineage: Lineage) -> Metrics:
 
 
 def buffer_metrics(snapshot: Mapping[str, Any]) -> Metrics:
-    """``buffer/*`` and ``ledger/*`` from the ReplayBuffer's snapshot."""
-    metrics = {f"buffer/{name}": snapshot[name] for name in ("running", "buffered", "bytes", "capacity", "trained")}
+    """``buffer/*``, ``length/*`` and ``ledger/*`` from the ReplayBuffer's snapshot."""
+    states = ("running", "issued", "dispatched", "generating", "buffered", "training", "trained")
+    metrics = {f"buffer/{name}": snapshot[name] for name in (*states, "bytes", "capacity")}
+    metrics |= {f"length/{name}": value for name, value in snapshot["lengths"].items()}
     metrics |= {f"buffer/dropped_{reason}": count for reason, count in snapshot["dropped"].items()}
     metrics |= {f"buffer/zero_variance_{kind}": count for kind, count in snapshot["zero_variance"].items()}
     names = ("dispatched", "graded", "ungraded", "infra_failed", "cancelled", "in_flight")

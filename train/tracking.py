@@ -1,6 +1,6 @@
 """Where metrics go: ``metrics.jsonl`` always; Ray's metrics, TensorBoard and Weights & Biases as configured.
 
-The file and Ray's gauges are written at once. TensorBoard and W&B live in a thread of their own, so that neither their
+The file and Ray's metrics are written at once. TensorBoard and W&B live in a thread of their own, so that neither their
 start nor a slow network holds a run up, and their failure costs their record, never the run.
 """
 
@@ -32,11 +32,13 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 WANDB_INIT_TIMEOUT_S = 60.0
+LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # the last of each bucket of the histogram
 
 
 _SECRET_NAME = re.compile(r"(^|_)(api_?key|secret|token|password|passwd|credentials?|access_key(_id)?)$", re.IGNORECASE)
 _SECRET_TEXT = re.compile(r"\b(sk-[A-Za-z0-9_-]{8,}|AKIA[0-9A-Z]{12,}|xox[a-z]-[A-Za-z0-9-]{8,}|hf_[A-Za-z0-9]{16,})")
 REDACTED = "[redacted]"
+_SHARE_OF_LAG = re.compile(r"staleness/share_lag_(\d+)")
 
 
 def default_run_name(modality: str) -> str:
@@ -77,7 +79,7 @@ class Tracker:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.history = _recorded(run_dir / METRICS)  # of a run that is resumed
         self._file = (run_dir / METRICS).open("a", encoding="utf-8")
-        self._gauges = RayGauges(config.name)
+        self._ray = RayMetrics(config.name)
         sinks: list[Callable[[], Sink]] = []
         if config.tracking.tensorboard:
             sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
@@ -104,8 +106,13 @@ class Tracker:
         line = {"step": step, "time": time.time(), **{k: v if math.isfinite(v) else None for k, v in values.items()}}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self._gauges.set(values)
+        self._ray.set(values)
+        self._ray.observe(values)
         self._background.put(step, values)
+
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """What is so now, between two steps: for Ray's metrics only, where a run that stands still must be seen."""
+        self._ray.set(metrics)
 
     def log_eval(self, result: EvalResult) -> None:
         """Record the pass rates of an evaluation at its step."""
@@ -248,16 +255,18 @@ def _guarded(action: Callable[[], Any]) -> Any:
         return None
 
 
-class RayGauges:
-    """The latest value of each metric on Ray's Prometheus endpoint, as ``ray_fleet_rl_…``; environments are tags."""
+class RayMetrics:
+    """Metrics on Ray's Prometheus endpoint, as ``ray_fleet_rl_…``: the latest value of each, with environments as tags,
+    and the staleness of all groups so far as a histogram."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._gauges: dict[str, Any] = {}
+        self._histogram: Any = None
 
-    def set(self, metrics: Metrics) -> None:
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
+    def set(self, metrics: Mapping[str, float]) -> None:
+        """Each value that is a number becomes what its gauge shows."""
+        if not _ray_runs():
             return
         from ray.util.metrics import Gauge
 
@@ -269,6 +278,30 @@ class RayGauges:
                 self._gauges[gauge_name] = Gauge(gauge_name, description=description, tag_keys=("run", "env"))
             if math.isfinite(value):
                 self._gauges[gauge_name].set(value, tags={"run": self._run, "env": env or ""})
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Add the groups of a batch, if ``metrics`` are of one, to the histogram."""
+        groups = metrics.get("staleness/groups")
+        if groups is None or not _ray_runs():
+            return
+        from ray.util.metrics import Histogram
+
+        if self._histogram is None:
+            self._histogram = Histogram(
+                "fleet_rl_staleness_versions",
+                "groups trained on, by the lag of their oldest token in policy versions",
+                boundaries=[lag + 0.5 for lag in LAGS],  # Ray takes none of 0
+                tag_keys=("run",),
+            )
+        for name, share in metrics.items():
+            if lag := _SHARE_OF_LAG.fullmatch(name):
+                for _ in range(round(share * groups)):
+                    self._histogram.observe(int(lag[1]), tags={"run": self._run})
+
+
+def _ray_runs() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def prometheus_name(name: str) -> str:

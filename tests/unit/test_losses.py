@@ -262,14 +262,22 @@ def test_mismatch_metrics_by_hand(kind):
         "mismatch/logp_abs_diff_p99": np.percentile([0.1, 0.2], 99),
         "mismatch/logp_abs_diff_max": 0.2,
         "mismatch/k3_kl": k3[:2].mean(),
-        "mismatch/lag_1/logp_abs_diff_mean": 0.4,
-        "mismatch/lag_1/k3_kl": k3[2],
-        "mismatch/lag_2/logp_abs_diff_mean": 0.25,
-        "mismatch/lag_2/k3_kl": k3[3:].mean(),
         "mismatch/ratio_max": math.exp(0.5),
         "mismatch/ess": ratio.sum() ** 2 / (5 * (ratio**2).sum()),
         "mismatch/frac_vetoed": 2 / 6,
     }
+    by_lag = {
+        "token_share": (3 / 6, 1 / 6, 2 / 6),
+        "logp_abs_diff_mean": (0.15, 0.4, 0.25),
+        "logp_abs_diff_p99": (np.percentile([0.1, 0.2], 99), 0.4, np.percentile([0.0, 0.5], 99)),
+        "logp_abs_diff_max": (0.2, 0.4, 0.5),
+        "k3_kl": (k3[:2].mean(), k3[2], k3[3:].mean()),
+        "ratio_max": (math.exp(0.1), math.exp(0.4), math.exp(0.5)),
+        "ess": tuple(r.sum() ** 2 / (len(r) * (r**2).sum()) for r in (ratio[:2], ratio[2:3], ratio[3:])),
+        "frac_vetoed": (1 / 3, 1.0, 0.0),
+    }
+    for name, values in by_lag.items():
+        expected |= {f"mismatch/lag_{lag}/{name}": value for lag, value in enumerate(values)}
     assert metrics == pytest.approx(expected)
 
 
@@ -281,4 +289,8 @@ def test_equal_policies_show_no_mismatch():
 
 def test_mismatch_of_nothing_known_is_no_number():
     assert mismatch_metrics(np.empty(0), np.empty(0, bool), np.empty(0, int)) == {}
-    assert mismatch_metrics(np.array([np.nan]), np.array([True]), np.array([0])) == {"mismatch/frac_vetoed": 1.0}
+    assert mismatch_metrics(np.array([np.nan]), np.array([True]), np.array([0])) == {
+        "mismatch/frac_vetoed": 1.0,
+        "mismatch/lag_0/token_share": 1.0,
+        "mismatch/lag_0/frac_vetoed": 1.0,
+    }

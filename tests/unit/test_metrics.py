@@ -148,7 +148,9 @@ def test_evaluation_names_the_two_kinds_apart():
 
 
 SNAPSHOT = {
-    **{name: 1 for name in ("running", "buffered", "bytes", "capacity", "trained", "training", "version")},
+    **{name: 1 for name in ("running", "issued", "dispatched", "generating", "buffered", "training", "trained")},
+    **{name: 1 for name in ("bytes", "capacity", "version")},
+    "lengths": {"trained": 30.0, "ended": 40.0, "bias": 0.75, "yield": 0.5},
     "dropped": {"stale": 2, "too_few_graded": 1},
     "zero_variance": {"all_solved": 3, "none_solved": 4},
     "ledger": {
@@ -160,6 +162,7 @@ SNAPSHOT = {
 COUNTERS = ("made", "reused", "deleted", "expired", "overdue", "failed", "refused", "heartbeats", "lost")
 LEASES = {
     **{"leased": 3, "idle": 1, "making": 0, "deleting": 0, "waiting": 2, "capacity": None, "by_env": {}, "run_id": "r"},
+    "breakers_open": 0,
     **{name: 1 for name in COUNTERS},
 }
 
@@ -182,7 +185,7 @@ def computed() -> set[str]:
 def test_every_computed_name_is_in_the_table_and_no_computed_family_is_left_out():
     names = computed()
     assert not [name for name in names if metrics.find_spec(name) is None]
-    families = ("reward/", "eval/", "environment/", "staleness/", "buffer/", "ledger/", "leases/")
+    families = ("reward/", "eval/", "environment/", "staleness/", "length/", "buffer/", "ledger/", "leases/")
     described = {spec.name for spec in metrics.METRICS if spec.name.startswith(families)}
     found = {metrics.find_spec(name)[0].name for name in names if name.startswith(families)}
     assert described == found

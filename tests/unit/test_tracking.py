@@ -47,6 +47,12 @@ def test_metrics_are_on_disk_before_the_run_ends_and_a_second_run_appends(tmp_pa
     assert [line["step"] for line in lines(settings.run_dir)] == [3, 4]
 
 
+def test_what_is_shown_between_two_steps_is_no_record(tmp_path):
+    with tracking.Tracker(config(tmp_path)) as tracker:
+        tracker.show({"buffer/bytes": 7})
+    assert lines(tmp_path / "demo") == [] == tracker.history
+
+
 def test_an_evaluation_is_recorded_at_its_own_step(tmp_path):
     rate = PassRate(0.5, 0.1, 8, 24, 0)
     with tracking.Tracker(config(tmp_path)) as tracker:
