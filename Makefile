@@ -12,7 +12,7 @@ demo: setup
 	@.venv/bin/python -m train.run configs/demo.yaml
 
 test: setup
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
 lint: setup
 	.venv/bin/ruff check .

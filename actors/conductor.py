@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,16 @@ from actors.replay_buffer_core import GroupHeader, TicketError
 from actors.rollout_worker import MAX_RESTARTS, GroupOrder, Peers
 from actors.task import Task
 from actors.trajectory import Cancelled, Group, InfraFailed, Outcome, StopReason, Trajectory
+from serve.loop_lag import LoopLag
 from serve.sampling import Sampling
 
 TICKET_POLL_S = 5.0
 TICKETS_AT_ONCE = 64  # asked for in one call
 RELEASE_TIMEOUT_S = 20.0  # for a pool that is being started again
 RESTART_TIMEOUT_S = 120.0  # for a worker that is
-STATS_TIMEOUT_S = 10.0  # for a worker to say how far it is
+STATS_TIMEOUT_S = 2.0  # for a worker to say how far it is
+WATCH_PERIOD_S = 2.0  # between two looks at the workers
+KEPT_LAGS = 10_000  # measurements of all workers, should nobody ask
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class ConductorSettings:
     Attributes:
         order: the training tasks in the order they are used, with a ``state_dict``.
         worker_restarts: how often Ray starts each worker again.
+        worker_timeout_s: a worker that says nothing for longer hangs: it is killed, and started again as a dead one is.
         resumed: groups whose tickets the buffer has given out already, to an earlier process of the run; they go first.
         group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
     """
@@ -63,6 +67,7 @@ class ConductorSettings:
     sampling: Sampling
     group_timeout_s: float
     worker_restarts: int = MAX_RESTARTS
+    worker_timeout_s: float = 60.0
     resumed: tuple[GroupOrder, ...] = ()
 
 
@@ -79,6 +84,11 @@ class Conductor:
         self._revivals: dict[int, asyncio.Task[None]] = {}  # of dead workers that may come back
         self._stats: dict[int, dict[str, Any]] = {}  # by worker: what it said last
         self._past: Counter[str] = Counter()  # what workers had counted when they died
+        self._heard: dict[int, float] = {}  # by worker: when it last said something, on the loop's clock
+        self._watch: asyncio.Task[None] | None = None
+        self._past_s: Counter[str] = Counter()  # seconds of their episodes by phase
+        self._loop_lag = LoopLag()
+        self._workers_lag: deque[float] = deque(maxlen=KEPT_LAGS)  # of their loops, since the last status
         self._buffer = peers.buffer
         self._peers = peers
         self._commit = Coalescer(self._send_groups)
@@ -99,6 +109,7 @@ class Conductor:
 
     async def start_rollouts(self) -> None:
         """Begin to turn tickets into groups; goes on until :meth:`stop_rollouts`."""
+        self._begin_watch()
         self._rollouts = asyncio.create_task(self._assign())
 
     async def stop_rollouts(self, reason: str, timeout_s: float) -> None:
@@ -125,6 +136,7 @@ class Conductor:
         Raises:
             NoWorkerLeft: there is nobody to attempt anything.
         """
+        self._begin_watch()
         orders = [
             GroupOrder(task, index, tuple(f"{label}/{task.task_key}/{i}" for i in range(n)), sampling)
             for index, task in enumerate(tasks)
@@ -150,17 +162,22 @@ class Conductor:
             await asyncio.wait(self._eval_groups, timeout=timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """Counts for the progress display."""
+        """Counts and seconds of all workers so far, and how late loops were since the last call."""
         await asyncio.gather(*(self._ask(index) for index in self._living()))
         stats = self._stats.values()
-        phases: dict[str, int] = {}
+        phases: Counter[str] = Counter()
+        episode_s = Counter(self._past_s)
         for one in stats:
-            for phase, count in one["phases"].items():
-                phases[phase] = phases.get(phase, 0) + count
+            phases.update(one["phases"])
+            episode_s.update(one["episode_s"])
+        workers_lag = list(self._workers_lag)
+        self._workers_lag.clear()
         return {
             "sampled_tokens": self._past["sampled_tokens"] + sum(one["sampled_tokens"] for one in stats),
             "episodes": self._past["episodes"] + sum(one["episodes"] for one in stats),
-            "phases": phases,
+            "phases": dict(phases),
+            "episode_s": dict(episode_s),
+            "loop_lag": {"rollout_worker": workers_lag, "conductor": self._loop_lag.take()},
             "eval_ledger": self._eval_ledger.snapshot(),
             "error": self._rollout_error(),
         }
@@ -232,6 +249,7 @@ class Conductor:
         """What the worker returns first, and references to what it returns besides."""
         living = await self._some_living()
         index = min(living, key=self._load.__getitem__)
+        life = self._deaths[index]
         self._load[index] += 1
         returned = getattr(self._workers[index], method).remote(order)
         call, *others = returned if isinstance(returned, list) else [returned]
@@ -244,7 +262,7 @@ class Conductor:
             await asyncio.wait([asyncio.ensure_future(_ended(call))], timeout=60.0)
             raise
         except ray.exceptions.RayActorError:
-            await self._bury(index)
+            await self._bury(index, life)
             raise
         finally:
             self._load[index] -= 1
@@ -264,26 +282,54 @@ class Conductor:
             await asyncio.wait(self._revivals.values(), return_when=asyncio.FIRST_COMPLETED)
         return living
 
+    def _begin_watch(self) -> None:
+        """From the first work on: until then workers are being started, by somebody who waits for that."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_workers())
+
+    async def _watch_workers(self) -> None:
+        """Nobody else would notice that a worker hangs before the deadlines of its groups."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.gather(*(self._ask(index) for index in self._living()))
+            for index in self._living():
+                silent_s = now() - self._heard.setdefault(index, now())
+                if silent_s > self._settings.worker_timeout_s:
+                    logger.warning("%s is killed: it has said nothing for %.0f s", worker_name(index), silent_s)
+                    ray.kill(self._workers[index], no_restart=False)
+                    await self._bury(index, self._deaths[index])
+            await asyncio.sleep(WATCH_PERIOD_S)
+
     async def _ask(self, index: int) -> None:
+        life = self._deaths[index]
         try:
-            stats = await asyncio.wait_for(self._workers[index].stats.remote(), STATS_TIMEOUT_S)
+            limit_s = min(STATS_TIMEOUT_S, self._settings.worker_timeout_s)
+            stats = await asyncio.wait_for(self._workers[index].stats.remote(), limit_s)
         except TimeoutError:
             return  # what it said last stays
         except ray.exceptions.RayActorError:
             stats = None
         if stats is None:
-            await self._bury(index)
+            await self._bury(index, life)
         elif index not in self._dead:
+            self._workers_lag.extend(stats.pop("loop_lag"))
             self._stats[index] = stats
+            self._heard[index] = asyncio.get_running_loop().time()
 
-    async def _bury(self, index: int) -> None:
-        """A worker is dead: it gets no more work, and its leases go back to the pool before it is made ready again."""
-        if index in self._dead:
+    async def _bury(self, index: int, life: int) -> None:
+        """A worker is dead: it gets no more work, and its leases go back to the pool before it is made ready again.
+
+        Args:
+            life: how often it had died when it was seen alive; the news of a death may come after the next life began.
+        """
+        if index in self._dead or life < self._deaths[index]:
             return
         self._dead.add(index)
         self._deaths[index] += 1
+        self._heard.pop(index, None)
         if counted := self._stats.pop(index, None):
             self._past.update(sampled_tokens=counted["sampled_tokens"], episodes=counted["episodes"])
+            self._past_s.update(counted["episode_s"])
         if self._deaths[index] <= self._settings.worker_restarts:
             self._revivals[index] = asyncio.create_task(self._revive(index))
         else:

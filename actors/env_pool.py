@@ -17,6 +17,7 @@ from actors.envs.fleet import FleetControl, FleetFailure, FleetTaskEnv, close_cl
 from actors.garbage import search_seldom
 from actors.lease_table import EnvSpec
 from actors.task import Task
+from serve.loop_lag import LoopLag
 
 ACTOR_NAME = "env_pool"
 RELEASE_TIMEOUT_S = 60.0  # for a worker that gives a lease back; its episode usually allows less
@@ -41,6 +42,7 @@ class EnvPool:
         self._base_url = base_url
         self._core: EnvPoolCore | None = None
         self._starting = asyncio.Lock()
+        self._loop_lag = LoopLag()
 
     async def start(self) -> CloseReport | None:
         """Make the pool ready; returns what it cleaned up. None: it was ready."""
@@ -72,8 +74,9 @@ class EnvPool:
         return report
 
     async def stats(self) -> dict[str, Any]:
+        """As :meth:`EnvPoolCore.stats`; and ``loop_lag``, how late the actor's loop was since the last call."""
         await self.start()
-        return self._core.stats()
+        return self._core.stats() | {"loop_lag": self._loop_lag.take()}
 
 
 def create_env_pool(

@@ -34,6 +34,7 @@ from actors.trajectory import (
     merge_spans,
 )
 from serve.sampling import Completion, Sampling
+from serve.state_clock import StateClock
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,13 @@ NO_CALL = "no tool call and no <done> found; end every turn with exactly one too
 MANY_CALLS = "{n} tool calls in one turn, and none was carried out; end every turn with exactly one"
 ONLY_FIRST = "[only the first of the {n} tool calls of this turn was carried out]"
 VIEW_HINT = "; view_tool_output shows them"
+
+OWN_WORK = "own_work"  # state of an episode that waits for nobody: between two phases
+
+ANSWER_MARGIN_S = 1.0  # an environment keeps its deadlines itself; the margin lets its own reason be heard
+CANCEL_GRACE_S = 1.2  # whoever cancels an episode waits this long for its environment to close, which goes on after it
+
+_closing: set[asyncio.Future[None]] = set()  # environments of cancelled episodes; the loop alone holds tasks weakly
 
 
 class Environment(Protocol):
@@ -52,7 +60,8 @@ class Environment(Protocol):
 
     async def verify_async(self, final_answer: str | None, conversation: list[dict[str, Any]]) -> Outcome: ...
 
-    async def close_async(self) -> None: ...
+    async def close_async(self) -> None:
+        """Bounded, whatever fails."""
 
 
 class Generate(Protocol):
@@ -104,10 +113,13 @@ class Episode:
 
     Args:
         open_env: provisions the environment; its failure ends the episode as infra-failed.
+        generate, prompter, sampling: needed, but by a kind of episode that takes its turns elsewhere (``_open``,
+            ``_turn``).
         sampling: as for every turn; ``max_tokens`` is lowered to what the context still holds, and a ``seed`` is
             turned into one seed per turn.
         cache_salt: salt of every request of this episode; ``None`` lets the replica salt with its version at the
             first turn.
+        time_spent: adds up the seconds that this episode, among others, spends in each phase, and in ``OWN_WORK``.
     """
 
     def __init__(
@@ -118,11 +130,12 @@ class Episode:
         group_id: int,
         sample_index: int,
         open_env: Callable[[], Awaitable[Environment]],
-        generate: Generate,
-        prompter: Prompter,
+        generate: Generate | None = None,
+        prompter: Prompter | None = None,
         limits: EpisodeLimits,
-        sampling: Sampling,
+        sampling: Sampling | None = None,
         rules: DialogueRules = DialogueRules(),  # noqa: B008 (frozen)
+        time_spent: StateClock | None = None,
     ) -> None:
         self.task = task
         self.episode_id = episode_id
@@ -149,17 +162,21 @@ class Episode:
         self._stop: StopReason | None = None
         self._turns = self._tool_calls = self._tool_errors = 0
         self._phase_s: dict[str, float] = {}
+        self._time_spent = time_spent or StateClock()
         self._started = time.time()
         self.phase = "queued"
 
     async def run(self) -> Trajectory:
         """Run to the end. Raises only ``CancelledError``; the environment is closed in that case as well."""
         begun = time.monotonic()
-        try:
-            outcome = await self._attempt()
-        finally:
+        with self._time_spent.inside(OWN_WORK):
+            try:
+                outcome = await self._attempt()
+            except asyncio.CancelledError:
+                await self._leave()
+                raise
             await self._close()
-        return self._trajectory(outcome, time.monotonic() - begun)
+            return self._trajectory(outcome, time.monotonic() - begun)
 
     async def _attempt(self) -> Outcome:
         failure: str | None = None
@@ -186,21 +203,25 @@ class Episode:
             self._env = await self._open_env()
 
     async def _dialogue(self) -> None:
-        async with self._timed("reset", self._limits.deadlines.reset):
+        async with self._timed("reset", self._limits.deadlines.begin + ANSWER_MARGIN_S):
             observation = await self._env.reset_async()
         self._ready = True
         tools = self._offered(list(observation.tools))
         self._schemas = schemas_of(tools)
         if self._rules.parser_of is not None:
             self._parse = self._rules.parser_of(tools)
-        self._messages, ids = self._prompter.first(self.task, tools, self._begun(observation.result))
+        self._open(tools, self._begun(observation.result))
+        while self._stop is None:
+            await self._turn()
+
+    def _open(self, tools: list[dict[str, Any]], begun: str | None) -> None:
+        """What stands before the first turn."""
+        self._messages, ids = self._prompter.first(self.task, tools, begun)
         self._context = self._context_tools()
         self._prompt_length = len(ids)
         self._tokens.open(ids)
         if len(ids) > self._limits.max_input_length:
             raise PhaseFailed(f"prompt of {len(ids)} tokens exceeds max_input_length {self._limits.max_input_length}")
-        while self._stop is None:
-            await self._turn()
 
     def _begun(self, result: Any) -> str | None:
         return None if result is None else bounded(tool_text(result), self._rules.max_output_chars)
@@ -332,7 +353,7 @@ class Episode:
         if self._env_reward is not None:
             return Graded(float(self._env_reward))
         try:
-            async with self._timed("verify", self._limits.deadlines.verify):
+            async with self._timed("verify", self._limits.deadlines.verify + ANSWER_MARGIN_S):
                 return await self._env.verify_async(self._final_answer, self._messages)
         except PhaseFailed as error:
             return Ungraded(str(error))
@@ -349,10 +370,23 @@ class Episode:
             self._phase_s["close_failed"] = 1.0
             self._messages.append({"role": "note", "content": str(error)})
 
+    async def _leave(self) -> None:
+        """Close without keeping whoever cancelled the episode."""
+        if self._env is None:
+            return
+        env, self._env = self._env, None
+        self.phase = "close"
+        closing = asyncio.ensure_future(env.close_async())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+        with self._time_spent.inside("close", OWN_WORK):
+            await asyncio.wait([closing], timeout=CANCEL_GRACE_S)
+
     @asynccontextmanager
     async def _timed(self, phase: str, seconds: float):
         """Bound a phase, record its time, and turn whatever goes wrong into a reason that names the phase."""
         self.phase = phase
+        self._time_spent.move(OWN_WORK, phase)
         begun = time.monotonic()
         scope = asyncio.timeout(seconds)
         try:
@@ -367,6 +401,7 @@ class Episode:
         except Exception as error:
             raise PhaseFailed(f"{phase}: {type(error).__name__}: {error}".splitlines()[0][:300]) from error
         finally:
+            self._time_spent.move(phase, OWN_WORK)
             self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - begun
 
     def _trajectory(self, outcome: Outcome, duration: float) -> Trajectory:

@@ -10,6 +10,7 @@ import ray
 
 from actors.replay_buffer_core import GroupHeader, ReplayBufferCore, TicketError
 from actors.trajectory import Outcome
+from serve.loop_lag import LoopLag
 
 
 class BatchTimeout(TimeoutError):
@@ -23,6 +24,7 @@ class ReplayBuffer:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._core = ReplayBufferCore(**settings)
         self._changed = asyncio.Condition()
+        self._loop_lag = LoopLag()
 
     async def issue(self, timeout_s: float, limit: int = 1) -> list[tuple[int, int]]:
         """Tickets as ``(ticket_id, trained version)``: ``limit`` at most, as soon as there are any, none if late."""
@@ -86,8 +88,9 @@ class ReplayBuffer:
         self._core.drain(reason)
         await self._notify()
 
-    async def snapshot(self) -> dict:
-        return self._core.snapshot()
+    async def snapshot(self) -> dict[str, Any]:
+        """As :meth:`ReplayBufferCore.snapshot`; and ``loop_lag``, how late the actor's loop was since the last call."""
+        return self._core.snapshot() | {"loop_lag": self._loop_lag.take()}
 
     async def state(self) -> tuple[dict[str, Any], dict[int, ray.ObjectRef]]:
         """For a checkpoint: :meth:`ReplayBufferCore.state`, and by ticket its group's object reference."""

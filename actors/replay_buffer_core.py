@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from actors.ledger import Ledger
+from actors.length_bias import LengthBias
 from actors.lineage import Lineage
 from actors.trajectory import OUTCOME_NAMES, Cancelled, Group, Outcome
 
@@ -162,6 +163,7 @@ class ReplayBufferCore:
         self.draining = False
         self.dropped: Counter[str] = Counter()
         self.zero_variance: Counter[str] = Counter()
+        self.lengths = LengthBias()
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}  # in flight, buffered and in training; in start order
         self._counts: Counter[TicketState] = Counter()  # of all tickets ever
@@ -319,7 +321,9 @@ class ReplayBufferCore:
             self._check_newer(version)
         for ticket in self._in(TicketState.TRAINING):
             self._move(ticket, TicketState.TRAINED)
+            self.lengths.end(ticket.header.sampled_tokens, trained=True)
         self.trained_steps += 1
+        self.lengths.begin_step()
         if version is not None:
             self.advance(version)
 
@@ -369,6 +373,7 @@ class ReplayBufferCore:
             "capacity": self.capacity,
             "dropped": dict(self.dropped),
             "zero_variance": dict(self.zero_variance),
+            "lengths": self.lengths.snapshot(),
             "ledger": self.ledger.snapshot(),
         }
 
@@ -385,6 +390,7 @@ class ReplayBufferCore:
             "committed_bytes": self._committed_bytes,
             "dropped": dict(self.dropped),
             "zero_variance": dict(self.zero_variance),
+            "lengths": self.lengths.state(),
             "ledger": self.ledger.state(),
             "tickets": [self._ticket_state(ticket) for ticket in self._tickets.values()],
         }
@@ -406,6 +412,7 @@ class ReplayBufferCore:
         self.draining, self._next_id = state["draining"], state["next_id"]
         self._committed, self._committed_bytes = state["committed"], state["committed_bytes"]
         self.dropped, self.zero_variance = Counter(state["dropped"]), Counter(state["zero_variance"])
+        self.lengths = LengthBias(state.get("lengths", ()))  # no run fails to go on for want of a figure
         self._tickets = {t.ticket_id: t for t in (self._restored_ticket(s, payloads) for s in state["tickets"])}
         self._counts = Counter(ticket.state for ticket in self._tickets.values())
         self._counts[TicketState.DROPPED] = sum(self.dropped.values())
@@ -515,6 +522,8 @@ class ReplayBufferCore:
     def _drop(self, ticket: Ticket, reason: str) -> None:
         self._move(ticket, TicketState.DROPPED)
         self.dropped[reason] += 1
+        if ticket.header is not None:
+            self.lengths.end(ticket.header.sampled_tokens, trained=False)
 
 
 def _check_sizes(batch_size: int, max_staleness: int, max_running: int, max_bytes: int, window: int | None) -> None:

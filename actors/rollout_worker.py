@@ -22,10 +22,13 @@ from actors.replay_buffer_core import GroupHeader
 from actors.task import Task
 from actors.tool_calls import native_parser
 from actors.trajectory import Group, Trajectory
+from serve.loop_lag import LoopLag
 from serve.policy import PolicyClient
 from serve.sampling import Completion, Sampling
+from serve.state_clock import StateClock
 
 MAX_RESTARTS = 3  # of one that dies
+QUEUED = "queued"  # state of an episode that waits for its place among those that run at once
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class EpisodeRunner:
         self._rules = dialogue_rules(generator, tokenizer)
         self._slots = asyncio.Semaphore(settings.max_episodes)
         self._running: dict[str, Episode] = {}
+        self._time_spent = StateClock()
         self.sampled_tokens = 0
         self.episodes = 0
 
@@ -152,7 +156,9 @@ class EpisodeRunner:
         return Group(order.group_id, order.task.task_key, order.task.env_key, [task.result() for task in running])
 
     async def _run_episode(self, order: GroupOrder, index: int, episode_id: str, generate: Generate) -> Trajectory:
-        async with self._slots:
+        with self._time_spent.inside(QUEUED):
+            await self._slots.acquire()
+        try:
             episode = Episode(
                 order.task,
                 episode_id,
@@ -164,12 +170,13 @@ class EpisodeRunner:
                 limits=self._limits,
                 sampling=order.sampling,
                 rules=self._rules,
+                time_spent=self._time_spent,
             )
             self._running[episode_id] = episode
-            try:
-                trajectory = await episode.run()
-            finally:
-                del self._running[episode_id]
+            trajectory = await episode.run()
+        finally:
+            self._running.pop(episode_id, None)
+            self._slots.release()
         self.episodes += 1
         self.sampled_tokens += int(trajectory.mask.sum())
         return trajectory
@@ -187,6 +194,10 @@ class EpisodeRunner:
             counts[episode.phase] = counts.get(episode.phase, 0) + 1
         return counts
 
+    def episode_s(self) -> dict[str, float]:
+        """Seconds that all episodes so far, and those that run, have spent in each phase."""
+        return self._time_spent.seconds()
+
 
 @ray.remote(max_restarts=MAX_RESTARTS)
 class RolloutWorker:
@@ -198,6 +209,7 @@ class RolloutWorker:
         self._eval_policy: PolicyClient | None = None
         self._runner: EpisodeRunner | None = None
         self._generating = Coalescer(self._send_notes)
+        self._loop_lag = LoopLag()
 
     async def start(self, peers: Peers) -> str:
         """Load the tokenizer. Apart from construction, so that its failure reaches the caller as an error, and because
@@ -236,8 +248,15 @@ class RolloutWorker:
         return await self._runner.run_group(order, policy=self._eval_policy)
 
     async def stats(self) -> dict[str, Any] | None:
-        """What it has done, and is doing; ``None``: it was restarted, and waits for ``start``."""
+        """What it has done and is doing, and how late its loop was since the last call. ``None``: it was restarted, and
+        waits for ``start``."""
         runner = self._runner
         if runner is None:
             return None
-        return {"sampled_tokens": runner.sampled_tokens, "episodes": runner.episodes, "phases": runner.phases()}
+        return {
+            "sampled_tokens": runner.sampled_tokens,
+            "episodes": runner.episodes,
+            "phases": runner.phases(),
+            "episode_s": runner.episode_s(),
+            "loop_lag": self._loop_lag.take(),
+        }

@@ -1,14 +1,16 @@
 """Whole runs whose parts are killed, or stopped, at moments nobody chose; and what of the work was lost.
 
-    python -m benchmarks.chaos [--minutes 10] [--only KIND ...] [--seed 0] [--out DIR]
+    python -m benchmarks.chaos [--minutes 10] [--only KIND ...] [--seed 0] [--undisturbed] [--out DIR]
 
-One run of the demo after the other, shortened, until the time is over. In each, one victim of the next kind is struck
-at a random moment of the training; then the run must end well by itself, or, where the driver was struck, when it is
-started again with ``--resume true``. What the runs leave is checked: every step trained once, no group in two batches,
-no token of a version that was never published, versions that only grow, ledger and leases balanced.
+One run of the demo after the other, shortened, until the time is over. In each, victims of all kinds are struck in
+turn, in an order and at moments drawn by chance: the next one once the run has recovered from the last, that is, has
+trained a further step, has got rid of the victim (which may hang), and has another process in its place. Then the run
+must end well by itself. Where the driver is struck, all of the run is, and it is started again with ``--resume true``.
+What the runs leave is checked: every step trained once, no group in two batches, no token of a version that was never
+published, versions that only grow, ledger and leases balanced.
 
-``recoveries``: median seconds from the blow to the next trained step, by kind. One JSON line last; exit code 1 if
-anything was lost.
+``recoveries``: median seconds from the blow to the recovery, by kind. ``pass_at_1``: held out, at the end of each run;
+with ``--undisturbed`` also of a run that nobody strikes. One JSON line last; exit code 1 if anything was lost.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-STEPS = 6
-RUN_TIMEOUT_S = 900.0
+BLOWS = 12  # in one run, at most
+STEPS_A_BLOW = 5  # of a run, so that it is not over before all blows are struck
+BLOWS_A_MINUTE = 3  # in a run that is shorter than all blows need
+MOMENT_S = 2.0  # the blow comes within so many seconds of the last recovery
+RECOVERY_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 1800.0
 KEYS = {
-    "trainer.max_steps": STEPS,
     "trainer.train_batch_size": 4,
     "trainer.ckpt_interval": 1,
     "trainer.dump_trajectories": "true",
@@ -45,11 +50,17 @@ KEYS = {
     "generator.max_inflight_episodes": 64,
     "generator.num_workers": 2,
     "generator.worker_num_cpus": 0.1,
-    "data.max_eval_tasks": 16,
+    "generator.worker_timeout": 10,
+    "data.max_eval_tasks": 64,
     "tracking.wandb": "false",
     "tracking.tensorboard": "false",
-    "policy.health_timeout_s": 20,
+    "policy.health_timeout_s": 10,
+    "policy.update_timeout_s": 20,
 }
+
+
+class RunLost(RuntimeError):
+    """A run did not outlive a blow. The message says what it said last."""
 
 
 @dataclass(frozen=True)
@@ -81,52 +92,139 @@ class Life:
     """One process of a run, and when it said that a step was trained."""
 
     process: subprocess.Popen[str]
+    log: Path
     steps: dict[int, float] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, name: str, out: Path, resume: bool) -> Life:
-        keys = KEYS | {"resume": str(resume).lower()}
+    def begin(cls, name: str, out: Path, keys: Mapping[str, Any]) -> Life:
+        """Start it, and read what it says."""
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         command = [sys.executable, "-m", "train.run", "configs/demo.yaml", "--name", name, "--output_dir", str(out)]
-        life = cls(
-            subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "bufsize": 1}
+        life = cls(subprocess.Popen([*command, *words], **pipes), out / f"{name}.log")
         threading.Thread(target=life._read, daemon=True).start()
         return life
 
     def _read(self) -> None:
         for line in self.process.stdout:
-            self.lines.append(line)
+            self.note(line)
             _, found, rest = line.partition("training  step ")
             if found:
                 self.steps.setdefault(int(rest.partition("/")[0]), time.monotonic())
+
+    def note(self, line: str) -> None:
+        """Keep a line, with the time of day."""
+        self.lines.append(line)
+        with self.log.open("a") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}")
 
     @property
     def newest(self) -> int:
         """The last step that was trained; 0: none."""
         return max(list(self.steps), default=0)
 
-    def next_after(self, struck: float, trained: int) -> float | None:
-        """When the first step beyond ``trained`` was, after the blow."""
-        later = [when for step, when in list(self.steps.items()) if step > trained and when > struck]
-        return min(later, default=None)
-
-    def wait_for(self, condition: Callable[[], bool], deadline: float) -> None:
-        while not condition() and self.process.poll() is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"the run took too long:\n{''.join(self.lines[-20:])}")
-            time.sleep(0.05)
-
     def kill(self) -> None:
+        """SIGKILL for it and all it has started, as a machine that fails would."""
         for process in [*_children(self.process.pid), psutil.Process(self.process.pid)]:
             _strike(process, signal.SIGKILL)
         self.process.wait(30)
 
 
+class Run:
+    """A run that is struck. A context manager: leaving it ends the run, however far it is."""
+
+    def __init__(self, name: str, out: Path, steps: int, keys: Mapping[str, Any] | None = None) -> None:
+        """``keys``: on top of :data:`KEYS`."""
+        self.folder = out / name
+        self.steps = steps
+        self._keys = KEYS | {"trainer.max_steps": steps} | (keys or {})
+        self._deadline = time.monotonic() + RUN_TIMEOUT_S
+        self.life = Life.begin(name, out, self._keys)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.life.process.poll() is None:
+            self.life.kill()
+
+    def wait_until_trained(self, step: int) -> None:
+        """Raises :class:`RunLost` if the run ends before."""
+        self._wait(lambda: self.life.newest >= step, f"step {step}")
+
+    def has_room(self) -> bool:
+        """Whether enough steps are left for a further blow and the recovery from it."""
+        return self.life.newest + STEPS_A_BLOW // 2 < self.steps
+
+    def strike(self, kind: str, rng: random.Random) -> float:
+        """One blow, at one of its kind. Returns the seconds until the run has recovered.
+
+        Raises:
+            RunLost: it has not.
+        """
+        before = self._find(kind)
+        self._wait(lambda: bool(self._find(kind)), f"a process of kind {kind}")
+        victim = rng.choice(self._find(kind))
+        self.life.note(f"=== {kind} is struck: process {victim.pid}\n")
+        struck, trained = time.monotonic(), self.life.newest
+        if kind == "driver":
+            self.life.kill()
+            self.life = Life.begin(self.folder.name, self.folder.parent, self._keys | {"resume": "true"})
+        else:
+            _strike(victim, VICTIMS[kind].blow)
+
+        def recovered() -> bool:
+            return self.life.newest > trained and not _runs(victim) and len(self._find(kind)) >= len(before)
+
+        self._wait(recovered, f"the recovery from {kind}", RECOVERY_TIMEOUT_S)
+        return time.monotonic() - struck
+
+    def finish(self) -> None:
+        """Raises :class:`RunLost` unless the run ends well."""
+        self._wait(lambda: self.life.process.poll() is not None, "its end")
+        if self.life.process.returncode != 0:
+            raise self._lost(f"it ended with {self.life.process.returncode}")
+
+    def _wait(self, condition: Callable[[], bool], what: str, timeout_s: float = RUN_TIMEOUT_S) -> None:
+        deadline = min(self._deadline, time.monotonic() + timeout_s)
+        while not condition():
+            if time.monotonic() > deadline:
+                raise self._lost(f"{what} did not come in time")
+            if self.life.process.poll() is not None and not condition():
+                raise self._lost(f"it ended with {self.life.process.returncode} before {what}")
+            time.sleep(0.05)
+
+    def _lost(self, reason: str) -> RunLost:
+        return RunLost(f"{reason}:\n{''.join(self.life.lines[-30:])}")
+
+    def _find(self, kind: str) -> list[psutil.Process]:
+        if kind == "driver":
+            return [psutil.Process(self.life.process.pid)]
+        return [process for process in _children(self.life.process.pid) if _is_of_kind(process, kind)]
+
+
+def _is_of_kind(process: psutil.Process, kind: str) -> bool:
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return line.startswith(VICTIMS[kind].begins) or (kind == "local_fleet" and "actors.envs.local_fleet " in line)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there, and no zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _children(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _strike(process: psutil.Process, blow: signal.Signals) -> None:
@@ -136,82 +234,23 @@ def _strike(process: psutil.Process, blow: signal.Signals) -> None:
         return
 
 
-def _find(life: Life, kind: str, rng: random.Random) -> psutil.Process | None:
-    if kind == "driver":
-        return psutil.Process(life.process.pid)
-    mark = VICTIMS[kind].begins
-    found = []
-    for process in _children(life.process.pid):
-        try:
-            line = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if line.startswith(mark) or (kind == "local_fleet" and "actors.envs.local_fleet " in line):
-            found.append(process)
-    return rng.choice(found) if found else None
-
-
-def strike_one(life: Life, kind: str, rng: random.Random) -> psutil.Process:
-    """One blow. Returns the victim: one of its kind, chosen at random.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    victim = _find(life, kind, rng)
-    if victim is None:
-        raise RuntimeError(f"no process of kind {kind} to strike:\n{''.join(life.lines[-20:])}")
-    if kind == "driver":
-        life.kill()
-    else:
-        _strike(victim, VICTIMS[kind].blow)
-    return victim
-
-
-def strike(kind: str, name: str, out: Path, rng: random.Random) -> float:
-    """One run with one blow. Returns the seconds until the next trained step.
-
-    Raises:
-        RuntimeError: the run did not end well.
-    """
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    life = Life.begin(name, out, resume=False)
-    after = rng.randrange(1, STEPS - 1)
-    life.wait_for(lambda: life.newest >= after, deadline)
-    time.sleep(rng.uniform(0, 0.5))
-    struck, trained = time.monotonic(), life.newest
-    victim = strike_one(life, kind, rng)
-    if kind == "driver":
-        life = Life.begin(name, out, resume=True)
-    life.wait_for(lambda: life.next_after(struck, trained) is not None, deadline)
-    recovered = life.next_after(struck, trained)
-    life.wait_for(lambda: False, deadline)
-    _strike_stopped(victim, kind)
-    if life.process.returncode != 0:
-        raise RuntimeError(f"it ended with {life.process.returncode}:\n{''.join(life.lines[-20:])}")
-    return (recovered or time.monotonic()) - struck
-
-
-def _strike_stopped(victim: psutil.Process, kind: str) -> None:
-    if kind.endswith("_hangs") and victim.is_running():
-        _strike(victim, signal.SIGKILL)
-
-
-def losses(folder: Path) -> Counter[str]:
-    """What is wrong with what a run left."""
+def losses(folder: Path, steps: int) -> Counter[str]:
+    """What is wrong with what a run of ``steps`` steps left."""
     found: Counter[str] = Counter()
     summary = json.loads((folder / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "policy/grad_norm" in step]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "policy/grad_norm" in row]
     batches = [_lines(path) for path in sorted((folder / "trajectories").glob("step_*.jsonl"))]
     trained = [{line["group_id"] for line in batch} for batch in batches]
     found["double_trained"] = sum(map(len, trained)) - len(set().union(*trained))
-    found["lost_groups"] = STEPS * KEYS["trainer.train_batch_size"] - sum(map(len, trained))
-    versions = [int(step["sync/version"]) for step in steps]
+    found["lost_groups"] = steps * KEYS["trainer.train_batch_size"] - sum(map(len, trained))
+    versions = [int(row["sync/version"]) for row in rows]
     published = {*range(versions[-1] + 1)} if versions else set()
     spans = [span[0] for batch in batches for line in batch for span in line["spans"]]
     found["unpublished_tokens"] = sum(version not in published for version in spans)
     found["version_went_back"] = sum(b <= a for a, b in zip(versions, versions[1:], strict=False))
-    found["steps_missing"] = STEPS - len({step["step"] for step in steps})
+    found["steps_missing"] = steps - len({row["step"] for row in rows})
+    found["steps_twice"] = len(rows) - len({row["step"] for row in rows})
     ledgers = [summary["ledger"]["train"], summary["ledger"]["eval"]]
     found["ledger_unbalanced"] = sum(not ledger["balanced"] for ledger in ledgers)
     found["instances_left"] = summary["ledger"]["instances"]["left"] or 0
@@ -222,49 +261,92 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@dataclass
+class Soak:
+    """What has happened so far."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    recoveries: dict[str, list[float]] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
+    pass_at_1: dict[str, list[float]] = field(default_factory=dict)
+    runs: int = 0
+    finished: int = 0
+
+    def live(self, run: Run, kinds: Iterator[str], blows: int, end: float, rng: random.Random) -> None:
+        """One run to its end, with so many blows; none after ``end`` but the first."""
+        self.runs += 1
+        try:
+            with run:
+                for number in range(blows):
+                    run.wait_until_trained(1)
+                    if number and (time.monotonic() > end or not run.has_room()):
+                        break
+                    time.sleep(rng.uniform(0, MOMENT_S))
+                    self._strike(run, next(kinds), rng)
+                run.finish()
+            self._check(run, "struck" if blows else "undisturbed")
+        except RunLost as error:
+            self.lost["failed_runs"] += 1
+            print(f"{run.folder.name}: {error}", flush=True)
+
+    def _strike(self, run: Run, kind: str, rng: random.Random) -> None:
+        self.kills[kind] += 1
+        seconds = run.strike(kind, rng)
+        self.recoveries.setdefault(kind, []).append(seconds)
+        print(
+            f"{run.folder.name}: {kind} struck, recovered at step {run.life.newest} after {seconds:.1f} s", flush=True
+        )
+
+    def _check(self, run: Run, how: str) -> None:
+        self.finished += 1
+        wrong = losses(run.folder, run.steps)
+        self.lost += wrong
+        pass_at_1 = json.loads((run.folder / "summary.json").read_text())["pass_at_1_after"]
+        self.pass_at_1.setdefault(how, []).append(pass_at_1)
+        print(f"{run.folder.name}: ended, pass@1 {pass_at_1}{f'; {dict(wrong)}' if wrong else ''}", flush=True)
+
+    def line(self) -> dict[str, Any]:
+        return {
+            "kills": dict(self.kills),
+            "recoveries": {kind: round(statistics.median(values), 1) for kind, values in self.recoveries.items()},
+            "runs_finished": self.finished,
+            "runs": self.runs,
+            "lost_groups": self.lost["lost_groups"],
+            "double_trained": self.lost["double_trained"],
+            "unpublished_tokens": self.lost["unpublished_tokens"],
+            "ledger_balanced": not self.lost["ledger_unbalanced"],
+            "other": {name: count for name, count in self.lost.items() if count},
+            "pass_at_1": self.pass_at_1,
+            "cores": os.cpu_count(),
+        }
+
+
+def in_turn(kinds: list[str], rng: random.Random) -> Iterator[str]:
+    """All kinds, again and again, each time in another order."""
+    while True:
+        yield from rng.sample(kinds, len(kinds))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--only", nargs="+", choices=VICTIMS, default=list(VICTIMS), metavar="KIND")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--undisturbed", action="store_true", help="first a run that nobody strikes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     rng = random.Random(args.seed)
-    kills: Counter[str] = Counter()
-    lost: Counter[str] = Counter()
-    recoveries: dict[str, list[float]] = {}
-    finished = runs = 0
+    kinds, soak = in_turn(args.only, rng), Soak()
+    blows = max(1, min(BLOWS, round(args.minutes * BLOWS_A_MINUTE)))
+    steps = STEPS_A_BLOW * (blows + 1)
     end = time.monotonic() + 60 * args.minutes
+    if args.undisturbed:
+        soak.live(Run("undisturbed", out, steps), kinds, 0, end, rng)
     while time.monotonic() < end:
-        kind = args.only[runs % len(args.only)]
-        runs += 1
-        kills[kind] += 1
-        name = f"{kind}-{runs}"
-        try:
-            seconds = strike(kind, name, out, rng)
-            recoveries.setdefault(kind, []).append(seconds)
-            finished += 1
-            wrong = losses(out / name)
-            lost += wrong
-            print(f"{name}: the next step after {seconds:.1f} s{f'; {dict(wrong)}' if wrong else ''}", flush=True)
-        except RuntimeError as error:
-            lost["failed_runs"] += 1
-            print(f"{name}: {error}", flush=True)
-    line = {
-        "kills": dict(kills),
-        "recoveries": {kind: round(statistics.median(values), 1) for kind, values in recoveries.items()},
-        "runs_finished": finished,
-        "runs": runs,
-        "lost_groups": lost["lost_groups"],
-        "double_trained": lost["double_trained"],
-        "unpublished_tokens": lost["unpublished_tokens"],
-        "ledger_balanced": not lost["ledger_unbalanced"],
-        "other": {name: count for name, count in lost.items() if count},
-        "cores": os.cpu_count(),
-    }
-    print(json.dumps(line))
-    return 1 if +lost else 0
+        soak.live(Run(f"run-{soak.runs + 1}", out, steps), kinds, blows, end, rng)
+    print(json.dumps(soak.line()))
+    return 1 if +soak.lost else 0
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ from serve.fork_server import ForkContext, start_fork_server
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder
 from serve.snapshot_header import check_shapes
+from serve.state_clock import StateClock
 from serve.weight_group import CHUNK_BYTES, WeightGroup, join_group
 from serve.weight_layout import Checksums, WeightLayout, checksums
 from serve.weight_routes import Invitation, WeightUpdate
@@ -123,7 +124,9 @@ class Engine:
         epoch: of the broadcast group it has joined; ``None`` for none.
     """
 
-    def __init__(self, llm: AsyncLLM, config: PolicyConfig, folder: SharedFolder, version: int) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: PolicyConfig, folder: SharedFolder, version: int, time_spent: StateClock
+    ) -> None:
         """Use :meth:`start`."""
         self.version = version
         self.gpus: tuple[str | None, ...] = ()
@@ -131,6 +134,8 @@ class Engine:
         self._llm = llm
         self._config = config
         self._folder = folder
+        self._time_spent = time_spent
+        self._state: str | None = None  # that its time is counted under
         self._vocab_size = llm.model_config.get_vocab_size()
         self._requests: dict[str, _Request] = {}
         self._serial = itertools.count()
@@ -142,16 +147,24 @@ class Engine:
         self._died = asyncio.Event()
         self.finished_requests = 0
         self.sampled_tokens = 0
+        self._note_state()
 
     @classmethod
     async def start(
-        cls, config: PolicyConfig, model_path: str | Path, folder: SharedFolder | None = None, version: int = 0
+        cls,
+        config: PolicyConfig,
+        model_path: str | Path,
+        folder: SharedFolder | None = None,
+        version: int = 0,
+        time_spent: StateClock | None = None,
     ) -> Engine:
         """Start vLLM on ``model_path`` and run it once.
 
         Args:
             folder: holds the engine's sockets and is closed with it.
             version: what the weights at ``model_path`` are called.
+            time_spent: adds up the seconds in which the engine has requests (``generate``), stands still for new
+                weights (``update``) or neither (``idle``); nothing once it is dead.
 
         Raises:
             EngineDead: it did not start, or not within ``startup_timeout_s``.
@@ -164,7 +177,7 @@ class Engine:
         building = asyncio.create_task(asyncio.to_thread(_build, config, model_path))
         try:
             async with asyncio.timeout(config.startup_timeout_s) as deadline:
-                engine = cls(await asyncio.shield(building), config, folder, version)
+                engine = cls(await asyncio.shield(building), config, folder, version, time_spent or StateClock())
                 await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
                 engine.gpus = tuple(await engine._llm.collective_rpc("fleet_rl_gpu"))
                 await engine._generate_one_token()
@@ -217,6 +230,7 @@ class Engine:
             try:
                 outputs = await self._llm.add_request(unique_id, prompt, params)
                 request = self._requests[unique_id] = _Request(outputs.request_id, [(version, 0)])
+                self._note_state()
             finally:
                 self._admitting -= 1
             output = outputs.get_nowait() or await outputs.get()
@@ -228,6 +242,7 @@ class Engine:
             raise
         finally:
             self._requests.pop(unique_id, None)
+            self._note_state()
         return self._completion(output.outputs[0], request, cache_salt)
 
     def _completion(self, output: Any, request: _Request, cache_salt: str) -> Completion:
@@ -329,6 +344,7 @@ class Engine:
             report.seconds[name] = time.monotonic() - began - sum(report.seconds.values())
 
         self._open.clear()
+        self._note_state()
         while self._admitting:
             await asyncio.sleep(0)
         # Beneath AsyncLLM.pause_generation, which sleeps for 20 ms to let outputs arrive: _stamp waits for those.
@@ -342,6 +358,7 @@ class Engine:
         await self._stamp(update.version)
         await self._llm.resume_generation()
         self._open.set()
+        self._note_state()
         phase_ended("resume")
 
     async def _stamp(self, version: int) -> None:
@@ -395,6 +412,17 @@ class Engine:
     def requests_in_flight(self) -> int:
         return len(self._requests)
 
+    def _note_state(self) -> None:
+        if self._death is not None:
+            state = None
+        elif not self._open.is_set():
+            state = "update"
+        else:
+            state = "generate" if self._requests else "idle"
+        if state != self._state:
+            self._time_spent.move(self._state, state)
+            self._state = state
+
     @property
     def dead(self) -> bool:
         return self._death is not None
@@ -419,6 +447,7 @@ class Engine:
     async def _end(self, reason: str, kill: bool) -> None:
         self._death = reason
         self._died.set()
+        self._note_state()
         self._llm.output_handler.cancel()  # it would report the end of the process as a fault
         if kill:
             _kill(self._llm.engine_core.resources.engine_manager.processes)

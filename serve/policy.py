@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, OwnerDiedError, RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -21,9 +21,11 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from serve.config import PolicyConfig
 from serve.engine_errors import EngineDead
 from serve.fork_server import close_fork_server, start_fork_server
+from serve.loop_lag import LoopLag
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder, remove_abandoned
 from serve.side_thread import in_thread
+from serve.state_clock import StateClock
 from serve.weight_routes import Invitation, Member, RouteSetting, WeightUpdate
 
 if TYPE_CHECKING:
@@ -89,8 +91,11 @@ class Policy:
         self._renewal: asyncio.Task[None] | None = None  # under way, or failed
         self._closing = False
         self._ended: Counter[str] = Counter()  # what the engines before this one did
+        self._loop_lag = LoopLag()
+        self._time_spent = StateClock()
         start_fork_server(config, app_name)
         await self._start_engine()
+        self._began = time.monotonic() - sum(self._time_spent.seconds().values())
 
     async def _start_engine(self) -> None:
         """Returns once there is one that holds what is published."""
@@ -101,7 +106,9 @@ class Policy:
         version, ref = await self._published()
         self._folder = SharedFolder(self._app_name)
         at_model_path = version if ref is None else 0
-        engine = await Engine.start(self._config, self._model_path, self._folder, at_model_path)
+        engine = await Engine.start(
+            self._config, self._model_path, self._folder, at_model_path, time_spent=self._time_spent
+        )
         if self._engine is not None:
             self._ended.update(
                 finished_requests=self._engine.finished_requests, sampled_tokens=self._engine.sampled_tokens
@@ -177,12 +184,13 @@ class Policy:
 
         Returns:
             ``replica``, ``version`` as it is now, ``error`` (``None`` if all went well), and of the last update
-            ``seconds`` by phase and ``checksums`` of the tensors that were compared.
+            ``seconds`` by phase and ``checksums`` of the tensors that were compared; ``time_spent`` so far, in seconds
+            by what it did, and ``loop_lag``, seconds that its event loop was late, since the last update.
         """
         result = await self._answer(self._catch_up_alive())
         if result["error"] is None and result["version"] != version:
             result["error"] = f"it holds version {result['version']}, not {version}"
-        return result
+        return result | self._load_report()
 
     async def receive_weights(self, update: WeightUpdate) -> dict[str, Any]:
         """Load what the learner sends, if this replica is among those it is sent to.
@@ -192,7 +200,8 @@ class Policy:
         Returns:
             As :meth:`update_weights`, and ``member``: whether it was meant.
         """
-        return await self._answer(self._receive(update)) | {"member": self._replica in update.members}
+        result = await self._answer(self._receive(update))
+        return result | self._load_report() | {"member": self._replica in update.members}
 
     async def _receive(self, update: WeightUpdate) -> None:
         if self._replica not in update.members:
@@ -223,6 +232,12 @@ class Policy:
             result |= {"seconds": self._report.seconds, "checksums": self._report.checksums}
         return result
 
+    def _load_report(self) -> dict[str, Any]:
+        spent = self._time_spent.seconds()
+        # An engine that is dead counts nothing, and neither does one that is not made yet.
+        spent["down"] = max(0.0, time.monotonic() - self._began - sum(spent.values()))
+        return {"time_spent": spent, "loop_lag": self._loop_lag.take()}
+
     async def _catch_up_alive(self) -> None:
         await self._living_engine()
         await self._catch_up()
@@ -239,7 +254,10 @@ class Policy:
         """
         async with self._catching_up:
             while (published := await self._published(wait))[0] > self._engine.version:
-                self._report = await self._load(*published)
+                try:
+                    self._report = await self._load(*published)
+                except OwnerDiedError:  # the weight store has died since; the next one says what there is
+                    continue
                 wait = False  # or a learner that publishes faster than this loads would keep it waiting
 
     async def _published(self, wait: bool = False) -> tuple[int, ray.ObjectRef | None]:
@@ -308,6 +326,7 @@ class PolicyClient:
         self.route: RouteSetting = config.weight_transfer
         self.check_weights = config.check_weights
         self._app_name = app_name
+        self._num_replicas = config.num_replicas
         self._replicas = _Replicas(handle)
         # Serve's gRPC transport instead of actor calls: 1.6 ms of CPU for a request in place of 2.9, on both sides
         # together, because an actor call that Serve may reject is a stream, whose items pass through threads.
@@ -446,12 +465,24 @@ class PolicyClient:
         return [answer for answer in answers if isinstance(answer, dict)]
 
     def wait_until_healthy(self, timeout_s: float) -> None:
-        """Return once every replica is healthy.
+        """Return once every replica is healthy, and can be reached from here.
 
         Raises:
             PolicyStartError: a replica failed to start, or not all were healthy in time.
         """
+        deadline = time.monotonic() + timeout_s
         _wait_until_running(self._app_name, timeout_s)
+        # Serve's controller knows of its replicas before its handles do: a second or more on a busy machine.
+        while self._reachable() < self._num_replicas:
+            if time.monotonic() > deadline:
+                raise PolicyStartError(f"the policy's replicas are running, but not all answer within {timeout_s:g} s")
+            time.sleep(STATUS_POLL_S)
+
+    def _reachable(self) -> int:
+        try:
+            return len(self.stats(ROLL_CALL_TIMEOUT_S))
+        except PolicyUpdateError:
+            return 0
 
     def shutdown(self) -> None:
         """End the replicas and wait until they are gone. Idempotent.

@@ -7,6 +7,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Ray reads these when it is first used and keeps them for as long as the process lives: they must be the same for all.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+# Two workers whose torch has a thread on every core wait for each other: one test took 70 s instead of 5.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long one example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("fleet-rl", deadline=None)

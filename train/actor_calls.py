@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from train.failures import RunFailed
+from train.learner import one_line
 
 CALL_TIMEOUT_S = 60.0
 
@@ -27,10 +28,7 @@ def answer(call: Any, timeout_s: float, who: str) -> Any:
 
 
 def has_answer(call: Future[Any], timeout_s: float) -> bool:
-    """Whether the answer comes within ``timeout_s``. ``call`` is ``ObjectRef.future()``.
-
-    Not ``ray.wait``, which turns the exception of a signal's handler into a ``SystemError``.
-    """
+    """Whether the answer comes within ``timeout_s``. ``call`` is ``ObjectRef.future()``."""
     return bool(wait([call], timeout_s).done)
 
 
@@ -43,8 +41,7 @@ def answer_of(call: Future[Any], who: str) -> Any:
 
 
 def _failure(error: ray.exceptions.RayError, who: str) -> RunFailed:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return RunFailed(f"{who}: {lines[-1] if lines else type(error).__name__}"[:500])
+    return RunFailed(f"{who}: {one_line(error)}")
 
 
 def answer_if_any(call: Any, timeout_s: float) -> Any:

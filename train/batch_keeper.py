@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import ray
 
 from train.learner import CALL_TIMEOUT_S, LearnerError, LearnerSettings, Metrics, StepReport, one_line
 from train.metrics import batch_metrics
+from train.step_timer import StepTimer
 from train.trajectory_store import TrajectoryStore
 from train.trajectory_table import Origin
 
@@ -25,6 +25,7 @@ class BatchKeeper:
 
     def __init__(self, settings: LearnerSettings, buffer: Any, store: TrajectoryStore, on_step: StepReport) -> None:
         self._settings, self._buffer, self._store, self._on_step = settings, buffer, store, on_step
+        self._timer = StepTimer()
         self._thread = threading.Thread(target=self._run, name="batch-keeper", daemon=True)
         self._error: LearnerError | None = None
 
@@ -70,19 +71,17 @@ class BatchKeeper:
 
     def _keep(self, step: int) -> Metrics | None:
         """One batch. ``None``: no more will come."""
-        begun = time.monotonic()
         timeout_s = self._settings.batch_timeout_s
-        batch = ray.get(self._buffer.get_batch.remote(step, timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
+        with self._timer("wait_for_batch"):
+            batch = ray.get(self._buffer.get_batch.remote(step, timeout_s), timeout=timeout_s + CALL_TIMEOUT_S)
         if batch is None:
             return None
-        waited_s = time.monotonic() - begun
         groups = ray.get(batch["refs"], timeout=timeout_s)
         self._store.put(groups, Origin("train", step, batch["lineage"].newest))
         ray.get(self._buffer.ack.remote(step, None), timeout=CALL_TIMEOUT_S)
         return {
             **batch_metrics(groups, self._settings.samples_per_task, batch["lineage"]),
             **self._store.report().metrics(),
-            "timing/wait_for_batch": waited_s,
-            "timing/step": time.monotonic() - begun,
+            **self._timer.end_step(),
             "trainer/global_step": float(step),
         }

@@ -6,6 +6,7 @@ What a rank does is in ``train/learner_rank.py``, which only the ranks' own proc
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ CALL_TIMEOUT_S = 60.0
 # Ray Train looks after its workers this often; it bounds how long the end of a run goes unnoticed.
 WATCH_INTERVAL_S = 0.5
 MAX_REASON = 500  # characters of an error that are shown
+_DIED = "worker process has died"  # what Ray says, with half a page around it
 
 
 class LearnerError(RuntimeError):
@@ -121,7 +123,7 @@ class NamedWeights(Protocol):
 class Publisher(Protocol):
     """Brings weights to the policy's replicas. Pickled to every rank and called there after every step."""
 
-    last: Metrics  # seconds by phase of the last publication
+    last: Metrics  # of the last publication: seconds by phase, and what replicas did since the one before
 
     def __call__(self, weights: NamedWeights, step: int) -> int:
         """In rank 0: publish, wait for the replicas, return the new policy version."""
@@ -175,8 +177,8 @@ class LearnerHandle(Beside):
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._kill(timeout_s)
-        except RayActorError:
-            # The control actor ends with the learner, which ended meanwhile.
+        except (RayActorError, GetTimeoutError):
+            # The control actor ends with the learner, which ended meanwhile, or it has failed.
             pass
         self._thread.join(timeout_s)
 
@@ -216,7 +218,10 @@ def one_line(error: BaseException) -> str:
     failures = getattr(error, "worker_failures", None)  # of Ray Train's WorkerGroupError
     if failures:
         rank, failure = min(failures.items())
-        return f"rank {rank}: {one_line(failure)}"
+        return f"rank {rank}: {one_line(getattr(failure, 'health_check_failure', failure))}"
+    if isinstance(error, RayActorError) and _DIED in str(error):
+        who = re.search(r"class_name: (\w+)", str(error))
+        return f"{who[1] if who else 'an actor'} has died: it was killed, ran out of memory, or crashed"
     if isinstance(error, RayTaskError) and error.cause is not None:
         return one_line(error.cause)
     text = " ".join(str(error).split())[:MAX_REASON] or "no message"

@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +39,11 @@ from train.learner_control import Decision
 from train.losses import LossTerms, mismatch_metrics, policy_loss, token_weight
 from train.metrics import batch_metrics
 from train.packing import MicroBatch, PackedPolicy, Sample, dummy_micro_batch, pack, shard, split_by_tokens
+from train.step_timer import StepTimer
 from train.trajectory_store import TrajectoryStore
 from train.trajectory_table import Origin
 
+LATE_STEPS = 100  # whose accounts are in more than one checkpoint
 GATHER_BYTES = 1 << 29  # of weights that are whole at a time under ZeRO-3
 _TAG = "deepspeed"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,23 +88,6 @@ class _Tally:
 
     def merged(self) -> tuple[Metrics, np.ndarray, np.ndarray, np.ndarray]:
         return self.sums, _join(self.log_ratio), _join(self.vetoed), _join(self.lag)
-
-
-class _Timer:
-    """Seconds by phase of one step."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._seconds: Metrics = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
-        self._seconds[f"timing/{phase}"] = time.monotonic() - begun
-
-    def metrics(self) -> Metrics:
-        return self._seconds | {"timing/step": time.monotonic() - self._begun}
 
 
 class _NamedWeights:
@@ -155,7 +138,7 @@ class Rank:
         torch.manual_seed(settings.seed)
         # Trained so far, checkpointed so far, and the last published version.
         self._step, self._saved_step, self._version = 0, 0, 0
-        self._unsaved: list[Metrics] = []  # of the steps since the last checkpoint
+        self._accounts: list[Metrics] = []  # of the steps since the last checkpoint, and of some before
         # Of tokenizer and template; never a checkpoint's, which is deleted when there are newer ones.
         self._folder = _local_folder(settings.model_path)
         policy = _load_policy(_weights_folder(settings), settings)
@@ -177,8 +160,8 @@ class Rank:
     def run(self) -> None:
         settings = self._settings
         stopped = False
+        timer = StepTimer()
         while self._step < settings.total_steps:
-            timer = _Timer()
             with timer("wait_for_batch"):
                 decision = self._decide(self._step + 1)
             if decision.batch is None:
@@ -190,12 +173,13 @@ class Rank:
             with timer("publish"):
                 metrics |= self._publish()
             if self._rank == 0:
-                self._unsaved.append(metrics | timer.metrics())
+                self._accounts.append(metrics | timer.metrics())
             if settings.checkpoint_dir is not None and self._step % settings.checkpoint_interval == 0:
                 with timer("checkpoint"):
                     self._save()
+            metrics |= timer.end_step()
             if self._rank == 0:
-                self._on_step(metrics | timer.metrics())
+                self._on_step(metrics)
         if settings.checkpoint_dir is not None and not stopped and self._saved_step < self._step:
             self._save()
         if self._rank == 0:
@@ -220,14 +204,19 @@ class Rank:
 
     def _ask(self, step: int, timeout_s: float) -> Decision:
         if ray.wait([self._stop_signal], timeout=0)[0]:
-            return Decision(None, stopped=True)
+            return self._stopped()
         answer = self._source.get_batch.remote(step, self._settings.batch_timeout_s)
         ready, _ = ray.wait([self._stop_signal, answer], num_returns=1, timeout=timeout_s)
         if self._stop_signal in ready:
-            return Decision(None, stopped=True)
+            return self._stopped()
         if not ready:
             raise LearnerError(f"the replay buffer did not answer for step {step} in {timeout_s:.0f} s")
         return Decision(ray.get(answer))
+
+    def _stopped(self) -> Decision:
+        # Raises if whoever would have said so has died instead: the run must not end as if it had been asked to.
+        ray.get(self._stop_signal)
+        return Decision(None, stopped=True)
 
     def _prepare(self, batch: Batch) -> _Work:
         """Fetch this rank's groups, and agree with the others on advantages, total weight and number of passes."""
@@ -270,7 +259,7 @@ class Rank:
 
     # The step
 
-    def _train(self, batch: Batch, timer: _Timer) -> Metrics:
+    def _train(self, batch: Batch, timer: StepTimer) -> Metrics:
         """One optimiser step. Returns the metrics, in rank 0."""
         self._step += 1
         lr = self._settings.lr * min(1.0, self._step / max(1, self._settings.warmup_steps))
@@ -382,9 +371,9 @@ class Rank:
         with checkpoint.readable_errors(folder):
             origin = Origin("train", self._step, self._version)
             buffer_state.write(folder, state, dict(zip(payloads, groups, strict=True)), origin)
-            # Whoever follows the run may die before it has heard of these steps.
-            (folder / checkpoint.STEPS).write_text(json.dumps(self._unsaved), encoding="utf-8")
-        self._unsaved.clear()
+            # Whoever follows the run may be late, and die before it has heard of these steps.
+            (folder / checkpoint.STEPS).write_text(json.dumps(self._accounts), encoding="utf-8")
+        self._accounts = self._accounts[-LATE_STEPS:]
 
     def _gathered(self) -> Any:
         """Under ZeRO-3, the whole weights on every rank for as long as the context lasts."""

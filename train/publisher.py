@@ -34,6 +34,7 @@ from serve.weight_routes import (
 )
 from serve.weight_transfer import pack_named, snapshot_of
 from train.learner import NamedWeights
+from train.role_metrics import ReplicaLoad
 
 JOIN_TIMEOUT_S = 30.0
 T = TypeVar("T")
@@ -53,7 +54,8 @@ class WeightPublisher:
         self._policy = policy
         self._timeout_s = timeout_s
         self._sending: _Sending | None = None
-        self.last: dict[str, float] = {}  # seconds by phase of the last publication
+        self._replica_load = ReplicaLoad()
+        self.last: dict[str, float] = {}  # of the last publication, and what replicas did since the one before
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to one process: it is pickled to the ranks."""
@@ -97,10 +99,12 @@ class WeightPublisher:
             self._sending.close(self._timeout_s)
 
     def _publish_snapshot(self, weights: NamedWeights, begun: float) -> int:
-        snapshot = pack_named(WeightLayout(weights.metadata()), weights, self._policy.check_weights)
-        version = ray.get(self._store.publish.remote([ray.put(snapshot)]), timeout=self._timeout_s)
-        packed = time.monotonic()
-        self._update_from_store(version)
+        snapshot = ray.put(pack_named(WeightLayout(weights.metadata()), weights, self._policy.check_weights))
+        held = False
+        while not held:
+            version = ray.get(self._store.publish.remote([snapshot]), timeout=self._timeout_s)
+            packed = time.monotonic()
+            held = self._update_from_store(version)
         self.last |= {"sync/pack_s": packed - begun, "sync/update_s": time.monotonic() - packed}
         return version
 
@@ -112,8 +116,10 @@ class WeightPublisher:
         version = ray.get(self._store.reserve.remote(sending.layout.shapes), timeout=self._timeout_s)
         packed = time.monotonic()
         if route == "nccl" and not sending.meet(members, version):
-            sending.deliver(version, sums).result(self._timeout_s)
-            self._update_from_store(version)
+            held = False
+            while not held:
+                sending.deliver(version, sums).result(self._timeout_s)
+                held = self._update_from_store(version)
             self.last["sync/no_group"] = 1.0
         else:
             update = sending.update(route, version, members, sums, handles)
@@ -128,9 +134,15 @@ class WeightPublisher:
         self.last |= {"sync/pack_s": packed - begun, "sync/update_s": time.monotonic() - packed}
         return version
 
-    def _update_from_store(self, version: int) -> None:
-        if not self._perform(lambda: self._policy.update(version, self._timeout_s)):
-            self._policy.wait_for(version, self._timeout_s)
+    def _update_from_store(self, version: int) -> bool:
+        """Returns once a replica holds ``version``; false: the store has died before, and the snapshot with it."""
+        if self._perform(lambda: self._policy.update(version, self._timeout_s)):
+            return True
+        stored, _ = ray.get(self._store.latest.remote(), timeout=self._timeout_s)
+        if stored < version:
+            return False
+        self._policy.wait_for(version, self._timeout_s)
+        return True
 
     def _perform(self, update: Callable[[], list[dict[str, Any]]]) -> bool:
         """Whether every replica took the weights."""
@@ -142,12 +154,19 @@ class WeightPublisher:
             self.last["sync/failed"] = 1.0
             return False
         self.last["sync/pause_s"] = max(_pause_s(result["seconds"]) for result in results)
+        self.last |= _slowest_phases(results) | self._replica_load.metrics(results)
         return True
 
 
 def _pause_s(seconds: dict[str, float]) -> float:
     """How long a replica sampled nothing: all phases of its update but the fetching of a snapshot before."""
     return sum(seconds.values()) - seconds.get("fetch", 0.0)
+
+
+def _slowest_phases(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The phases of an update, each of the replica that it took longest."""
+    phases = {phase for result in results for phase in result["seconds"]}
+    return {f"sync/replica_{phase}_s": max(result["seconds"].get(phase, 0.0) for result in results) for phase in phases}
 
 
 class _Sending:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config import ConfigError, RunConfig, load_config, print_help
-from train.failures import OutOfTime, ResumeError, RunFailed, Stopped, stoppable
+from train.failures import OutOfTime, ResumeError, RunFailed, stoppable
 
 if TYPE_CHECKING:
     from train.evaluate import EvalResult
-    from train.preflight import Inputs
+    from train.preflight import Inputs, RunFolder
     from train.progress import ProgressDisplay
+    from train.restarts import Restarts
     from train.resume import ResumePoint
     from train.system import System
     from train.tracking import Tracker
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except RunFailed as error:
         print(f"fleet-rl: the run failed: {error}", file=sys.stderr)
         return 1
-    except Stopped:
+    except KeyboardInterrupt:
         print("fleet-rl: stopped", file=sys.stderr)
         return 130
 
@@ -56,7 +57,7 @@ def run(config: RunConfig, started: float) -> int:
     Raises:
         ConfigError: the input is wrong; no actor was started.
         RunFailed: the run could not go on; everything it started is ended.
-        Stopped: a signal came; likewise.
+        KeyboardInterrupt: a signal came; likewise.
     """
     from train.preflight import RunFolder, check_inputs
     from train.resume import prepare
@@ -68,8 +69,7 @@ def run(config: RunConfig, started: float) -> int:
             resume = prepare(config, inputs.train_tasks) if folder.resumed else None
         except ResumeError as error:
             raise ConfigError(str(error)) from None
-        _save_config(config)
-        return _run_and_restart(config, inputs, started, resume)
+        return _run_and_restart(config, inputs, folder, started, resume)
     finally:
         folder.close()
 
@@ -89,29 +89,47 @@ def _save_config(config: RunConfig) -> None:
         raise ConfigError(f"run folder {config.run_dir} cannot be written: {error.strerror}") from None
 
 
-def _run_and_restart(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
-    from train.resume import can_resume, prepare
+def _run_and_restart(
+    config: RunConfig, inputs: Inputs, folder: RunFolder, started: float, resume: ResumePoint | None
+) -> int:
+    """A part that cannot be replaced alone takes all others along: they are ended, and started from the last checkpoint
+    in this process."""
+    from train.restarts import Restarts
 
-    restarts_left = config.max_restarts
+    restarts = Restarts(config.max_restarts)
     while True:
+        _save_config(config)
         try:
-            return _run(config, inputs, started, resume)
+            return _run(config, inputs, started, resume, restarts)
         except OutOfTime:
             raise
         except RunFailed as error:
-            if not restarts_left or not can_resume(config.run_dir):
+            if not restarts.take():
                 raise
-            print(f"fleet-rl: the run failed: {error}; it goes on from its last checkpoint", file=sys.stderr)
-        restarts_left -= 1
-        resume = prepare(config, inputs.train_tasks)
+            reason = str(error)
+        resume = _go_back(config, inputs, folder, reason)
 
 
-def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None) -> int:
+def _go_back(config: RunConfig, inputs: Inputs, folder: RunFolder, reason: str) -> ResumePoint | None:
+    """The run's folder as it was at its last checkpoint, or empty where there is none yet."""
+    from train.resume import can_resume, prepare
+
+    resumable = can_resume(config.run_dir)
+    goes_on = "goes on from its last checkpoint" if resumable else "begins anew, for it has no checkpoint yet"
+    print(f"fleet-rl: the run failed: {reason}; it {goes_on}", file=sys.stderr, flush=True)
+    if resumable:
+        return prepare(config, inputs.train_tasks)
+    folder.clear()
+    return None
+
+
+def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None, restarts: Restarts) -> int:
+    """One life of the run. ``restarts`` is told how far it gets."""
     keep_ray_private()
     if inputs.kept is not None:
         from train.train_only import train_only
 
-        return train_only(config, inputs.kept, started, resume)
+        return train_only(config, inputs.kept, started, resume, restarts)
     from train.evaluate import load_results, save_results
     from train.progress import ProgressDisplay
     from train.report import write_report
@@ -125,11 +143,12 @@ def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint 
         System(config, inputs, steps, resume) as system,
     ):
         system.start(progress.update)
+        restarts.reached(resume.step if resume else 0)
         before = load_results(config.run_dir / BEFORE) if resume else []
         if config.trainer.eval_before_train and not resume:
             before = evaluate(system, tracker, progress, 0)
             save_results(config.run_dir / BEFORE, before)
-        train(system, tracker, progress, deadline=started + config.run_timeout)
+        train(system, tracker, progress, restarts, deadline=started + config.run_timeout)
         after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []
         facts = system.summary(before, after)
     wall_s = time.monotonic() - started
@@ -154,7 +173,7 @@ def evaluate(system: System, tracker: Tracker, progress: ProgressDisplay, step: 
     return results
 
 
-def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline: float) -> None:
+def train(system: System, tracker: Tracker, progress: ProgressDisplay, restarts: Restarts, deadline: float) -> None:
     """Start the rollouts and follow them and the learner until the last step."""
     system.start_rollouts()
     while not system.learner_done():
@@ -162,7 +181,10 @@ def train(system: System, tracker: Tracker, progress: ProgressDisplay, deadline:
             raise OutOfTime("run_timeout passed")
         _record(system, tracker, progress)
         _record_evaluations(system.evaluate_beside(), tracker, progress)
-        progress.update(system.status())
+        status = system.status()
+        tracker.show(status.pop("metrics"))
+        restarts.reached(status["step"])
+        progress.update(status)
         time.sleep(POLL_S)
     _record(system, tracker, progress)
     system.end_training()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
+
+import ray
 
 from serve.ray_start import start_ray
 from train.config import RunConfig
 from train.failures import RunFailed, catch_signals
 
 LOOPBACK = "127.0.0.1"
+NAMES_TIMEOUT_S = 60.0
+NAMES_POLL_S = 0.2
 
 
 def start_run_ray(config: RunConfig, num_cpus: float) -> None:
@@ -37,3 +42,17 @@ def start_run_ray(config: RunConfig, num_cpus: float) -> None:
     except Exception as error:  # of any type, down to a bare Exception where its own processes are too slow
         raise RunFailed(f"Ray: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     catch_signals()
+    _wait_for_names()
+
+
+def _wait_for_names() -> None:
+    """Until the actors of this run's last life are gone, which a cluster ends after their driver.
+
+    Raises:
+        RunFailed: they do not go.
+    """
+    deadline = time.monotonic() + NAMES_TIMEOUT_S
+    while names := ray.util.list_named_actors():
+        if time.monotonic() > deadline:
+            raise RunFailed(f"Ray: a run of this name has actors in this cluster: {', '.join(sorted(names))}")
+        time.sleep(NAMES_POLL_S)

@@ -16,11 +16,8 @@ from typing import Any
 import ray
 
 from actors.conductor import Conductor, ConductorSettings, worker_name
-from actors.config import LOCAL_OPENENV
 from actors.env_pool import EnvPool
 from actors.env_pool_core import PoolSettings
-from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
-from actors.envs.local_server import LocalServerError, LocalServerProcess
 from actors.replay_buffer import ReplayBuffer
 from actors.rollout_worker import GroupOrder, Peers, RolloutWorker, WorkerSettings
 from actors.task import Task
@@ -32,6 +29,7 @@ from serve.sampling import Sampling
 from train.actor_calls import CALL_TIMEOUT_S, answer, answer_if_any, answer_of, has_answer
 from train.batch_keeper import BatchKeeper
 from train.config import RunConfig
+from train.environment_servers import EnvironmentServers
 from train.eval_upload import EvalUpload, eval_prefix
 from train.evaluate import EvalResult
 from train.evaluator import Attempts, Evaluator, eval_sampling, waves
@@ -43,10 +41,10 @@ from train.metrics import buffer_metrics, lease_metrics
 from train.preflight import Inputs
 from train.publisher import WeightPublisher
 from train.resume import CHECKPOINTS, ResumePoint, task_sampler
+from train.role_metrics import RolloutLoad
 from train.run_ray import LOOPBACK, start_run_ray
 from train.trajectory_store import StoreSettings, TrajectoryStore
 
-LOCAL_API_KEY = "sk-local"
 RATE_WINDOW_S = 30.0
 POOL_RESTART_S = 60.0
 END_TIMEOUT_S = 30.0
@@ -77,7 +75,6 @@ class System:
         self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
         self._eval_upload: EvalUpload | None = None
         self._sampler = task_sampler(config, inputs.train_tasks)
-        self._servers: list[LocalServerProcess] = []  # that this run has started
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
         self._leases: dict[str, Any] = {}
@@ -85,6 +82,7 @@ class System:
         self._started = time.monotonic()
         self._first_rollout_s: float | None = None
         self._sampled: deque[tuple[float, int]] = deque()  # when, and how many tokens by then
+        self._load = RolloutLoad()
 
     def __enter__(self) -> System:
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -114,8 +112,7 @@ class System:
             RunFailed: something did not start; what did start ends when the context is left.
         """
         report({"phase": "starting", "step": self._resume.step if self._resume else 0})
-        self._start_openenv()
-        self._start_fleet()
+        self._start_servers()
         self._start_ray()
         self._start_data_plane()
         report({"phase": "starting the policy"})
@@ -132,49 +129,17 @@ class System:
         except PolicyStartError as error:
             raise RunFailed(str(error)) from None
 
-    def _start_openenv(self) -> None:
-        """The OpenEnv servers the run starts itself; of the others, the configuration has the URL."""
-        self._openenv: dict[str, str] = {}
-        for env_key, url in self._config.environment.openenv.items():
-            if url in LOCAL_OPENENV:
-                url = self._start_server(LOCAL_OPENENV[url], f"the OpenEnv server of '{env_key}'", env_key)
-            self._openenv[env_key] = url
-
-    def _start_server(self, module: str, what: str, name: str) -> str:
-        try:
-            server = LocalServerProcess(
-                module,
-                what,
-                host=_node_address(),
-                log_path=self._run_dir / f"{name}.log",
-                arguments=["--max-sessions", str(self._config.generator.max_inflight_episodes)],
-                start_timeout_s=CALL_TIMEOUT_S,  # importing OpenEnv's server takes seconds
-                ignore_sigterm=True,
+    def _start_servers(self) -> None:
+        config, inputs = self._config, self._inputs
+        self._servers = self._cleanup.enter_context(
+            EnvironmentServers(
+                config.environment,
+                (*inputs.train_tasks, *inputs.eval_tasks),
+                self._run_dir,
+                config.generator.max_inflight_episodes,
+                _node_address(),
             )
-            self._servers.append(self._cleanup.enter_context(server))
-            return server.url
-        except LocalServerError as error:
-            raise RunFailed(str(error)) from None
-
-    def _start_fleet(self) -> None:
-        environment = self._config.environment
-        tasks = (*self._inputs.train_tasks, *self._inputs.eval_tasks)
-        self._uses_fleet = any(task.env_key not in environment.openenv for task in tasks)
-        if environment.fleet == "hosted" or not self._uses_fleet:
-            self._api_key, self._base_url = None, environment.base_url
-            return
-        try:
-            fleet = LocalFleetProcess(
-                host=_node_address(),
-                faults=environment.local_faults,
-                arguments=[word for name in environment.local_applications for word in ("--applications", name)],
-                log_path=self._run_dir / "local_fleet.log",
-                ignore_sigterm=True,
-            )
-            self._servers.append(self._cleanup.enter_context(fleet))
-        except LocalFleetError as error:
-            raise RunFailed(f"local Fleet: {error}") from None
-        self._api_key, self._base_url = LOCAL_API_KEY, fleet.url
+        )
 
     def _start_ray(self) -> None:
         config = self._config
@@ -199,7 +164,7 @@ class System:
             }
         )
         self._store = WeightStore.options(name=WEIGHT_STORE).remote(str(self._run_dir), secrets.token_hex(4))
-        if self._uses_fleet:
+        if self._servers.uses_fleet:
             self._start_pool()
 
     def _start_pool(self) -> None:
@@ -216,8 +181,8 @@ class System:
                 max_instances=environment.max_instances,
                 create_timeout_s=deadlines.provision,
             ),
-            self._api_key,
-            self._base_url,
+            self._servers.api_key,
+            self._servers.base_url,
         )
         self._cleanup.callback(self._close_pool)
         answer(self._pool.start.remote(), CALL_TIMEOUT_S, "instance pool")
@@ -252,10 +217,10 @@ class System:
                     max_model_len=config.policy.max_model_len,
                     max_episodes=per_worker,
                     generator=generator,
-                    api_key=self._api_key,
-                    base_url=self._base_url,
+                    api_key=self._servers.api_key,
+                    base_url=self._servers.base_url,
                     overlong_filtering=config.trainer.algorithm.overlong_filtering,
-                    openenv=self._openenv,
+                    openenv=self._servers.openenv,
                     openenv_max_sessions=config.environment.openenv_max_sessions,
                     openenv_headers=config.environment.secret_headers(os.environ),
                     partial_reward=config.environment.partial_reward,
@@ -270,6 +235,7 @@ class System:
                 sampling=self._training_sampling(),
                 # Its episodes may have to wait for places that an evaluation has.
                 group_timeout_s=generator.deadlines.group * (2 if config.trainer.eval_interval else 1),
+                worker_timeout_s=generator.worker_timeout,
                 resumed=tuple(self._resumed_orders()),
             ),
             self._workers,
@@ -319,7 +285,8 @@ class System:
         results: list[EvalResult] = []
         while (what := self._evaluator.running) is not None:
             report({"phase": f"evaluating ({what.partition(',')[0]})"})
-            results += self._evaluator.results(CALL_TIMEOUT_S)
+            results += self._evaluator.results(PROGRESS_S)
+            self._servers.check()
         report({"pass_at_1": results[0].overall.pass_at_1})
         return results
 
@@ -361,6 +328,7 @@ class System:
                 logger.warning("the evaluation (%s) is cancelled: run_timeout passed", what)
                 self._evaluator.cancel("run_timeout passed")
             results += self._evaluator.results(1.0)
+            self._servers.check()
         return results
 
     def roll_out(self, count: int, label: str) -> list[Group]:
@@ -382,16 +350,19 @@ class System:
         while not has_answer(done, PROGRESS_S):
             if time.monotonic() > deadline:
                 raise RunFailed(f"evaluation: no end in {timeout_s:.0f} s")
-            self._check_servers()
+            self._servers.check()
             ledger = answer(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")["eval_ledger"]
             report({"phase": "evaluating", "ended": ledger["dispatched"] - ledger["in_flight"]})
         return answer_of(done, "evaluation")
 
     def _policy_version(self) -> int:
         try:
-            return max(self._policy.versions())
-        except (PolicyUpdateError, ValueError):
-            raise RunFailed("policy: no replica answers") from None
+            versions = self._policy.versions()
+        except PolicyUpdateError as error:
+            raise RunFailed(f"policy: {error}") from None
+        if not versions:
+            raise RunFailed("policy: no replica answers")
+        return max(versions)
 
     def _start_groups(self, tasks: list[Task], attempts: Attempts) -> tuple[Any, float]:
         """The call that returns the groups, and the seconds within which it must."""
@@ -426,24 +397,26 @@ class System:
         return True
 
     def new_steps(self) -> list[dict[str, float]]:
-        """The learner's accounts of the steps since the last call, with what buffer and pool say now."""
+        """The learner's accounts of the steps since the last call, with what buffer, pool and workers say now."""
         steps = answer(self._conductor.steps_since.remote(self._seen_steps), CALL_TIMEOUT_S, "conductor")
         self._seen_steps += len(steps)
         if steps:
-            steps[-1] = steps[-1] | buffer_metrics(self._snapshot()) | lease_metrics(self._lease_counts())
+            counts = buffer_metrics(self._snapshot()) | lease_metrics(self._lease_counts())
+            steps[-1] = steps[-1] | counts | self._load.end_step()
         return steps
 
     def status(self) -> dict[str, Any]:
-        """What the progress display shows.
+        """What the progress display shows; and ``metrics``, those that say where a run stands between two steps.
 
         Raises:
             RunFailed: a part that the run cannot go on without has ended, or does not answer.
         """
-        self._check_servers()
+        self._servers.check()
         snapshot, leases = self._snapshot(), self._lease_counts()
         work = answer(self._conductor.status.remote(), CALL_TIMEOUT_S, "conductor")
         if work["error"] is not None:
             raise RunFailed(f"conductor: {work['error']}")
+        self._load.add_work(work)
         now = time.monotonic()
         self._sampled.append((now, work["sampled_tokens"]))
         while len(self._sampled) > 2 and now - self._sampled[1][0] > RATE_WINDOW_S:
@@ -460,14 +433,8 @@ class System:
             "leases": leases.get("leased"),
             "waiting": leases.get("waiting"),
             "episodes": work["episodes"],
+            "metrics": buffer_metrics(snapshot) | lease_metrics(leases) | self._load.lag_metrics(),
         }
-
-    def _check_servers(self) -> None:
-        try:
-            for server in self._servers:
-                server.check()
-        except LocalServerError as error:
-            raise RunFailed(str(error)) from None
 
     def end_training(self) -> None:
         """Stop the rollouts; groups in flight are cancelled and their leases given back."""
@@ -510,7 +477,9 @@ class System:
             self._pool_report = counters | {"left": None if report is None else len(report.left)}
 
     def _snapshot(self) -> dict[str, Any]:
-        return answer(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
+        snapshot = answer(self._buffer.snapshot.remote(), CALL_TIMEOUT_S, "replay buffer")
+        self._load.add_lag("replay_buffer", snapshot["loop_lag"])
+        return snapshot
 
     def _lease_counts(self) -> dict[str, Any]:
         """What the pool says; what it said last while Ray starts it again."""
@@ -518,6 +487,7 @@ class System:
             return {}
         try:
             self._leases = ray.get(self._pool.stats.remote(), timeout=CALL_TIMEOUT_S)
+            self._load.add_lag("env_pool", self._leases["loop_lag"])
             self._pool_answered = time.monotonic()
         except ray.exceptions.RayActorError as error:
             if time.monotonic() - self._pool_answered > POOL_RESTART_S:

@@ -18,6 +18,7 @@ from train.learner import LearnerError, LearnerHandle, Metrics
 from train.memory import PeakMemory
 from train.progress import ProgressDisplay
 from train.report import write_report
+from train.restarts import Restarts
 from train.resume import STEP, ResumePoint
 from train.run_ray import start_run_ray
 from train.system import StepReporter, learner_settings
@@ -26,8 +27,11 @@ from train.tracking import Tracker
 POLL_S = 0.5
 
 
-def train_only(config: RunConfig, batches: KeptBatches, started: float, resume: ResumePoint | None) -> int:
-    """Train on each batch once, or on the first ``trainer.max_steps``, and write the report of a run.
+def train_only(
+    config: RunConfig, batches: KeptBatches, started: float, resume: ResumePoint | None, restarts: Restarts
+) -> int:
+    """Train on each batch once, or on the first ``trainer.max_steps``, and write the report of a run. ``restarts`` is
+    told how far that gets.
 
     Raises:
         RunFailed: the learner could not go on; everything that was started is ended.
@@ -51,7 +55,9 @@ def train_only(config: RunConfig, batches: KeptBatches, started: float, resume: 
             while not _ended(handle):
                 if time.monotonic() > deadline:
                     raise OutOfTime("run_timeout passed")
-                seen += _record(source, seen, tracker, progress)
+                if new := _record(source, seen, tracker, progress):
+                    seen += new
+                    restarts.reached(seen + (resume.step if resume else 0))
                 time.sleep(POLL_S)
             _record(source, seen, tracker, progress)
     facts: dict[str, Any] = {

@@ -9,23 +9,19 @@ import pytest
 
 from benchmarks import chaos
 
-SECONDS = 280
+STEPS = 7
+WITHOUT_EVALUATION = {"trainer.eval_before_train": "false", "trainer.eval_after_train": "false"}
 
 
-@pytest.mark.timeout(SECONDS + 20)
-def test_a_run_outlives_the_death_of_parts_that_are_replaced_without_ending_it(tmp_path):
-    rng, deadline = random.Random(), time.monotonic() + SECONDS
-    life = chaos.Life.begin("blows", tmp_path, resume=False)
-    try:
-        for step, kind in enumerate(("engine", "rollout_worker", "env_pool"), start=1):
-            life.wait_for(lambda least=step: life.newest >= least, deadline)
+@pytest.mark.timeout(300)
+def test_a_run_outlives_the_death_of_parts_and_goes_back_only_where_one_cannot_be_replaced_alone(tmp_path):
+    rng = random.Random()
+    with chaos.Run("blows", tmp_path, STEPS, WITHOUT_EVALUATION) as run:
+        for step, kind in enumerate(("weight_store", "engine", "rollout_worker", "replay_buffer"), start=1):
+            run.wait_until_trained(step)
             time.sleep(rng.uniform(0, 0.5))
-            chaos.strike_one(life, kind, rng)
-        life.wait_for(lambda: False, deadline)
-    finally:
-        if life.process.poll() is None:
-            life.kill()
-    said = "".join(life.lines)
-    assert life.process.returncode == 0, said
-    assert "goes on from" not in said, "it went back to a checkpoint"
-    assert chaos.losses(tmp_path / "blows") == {}
+            run.strike(kind, rng)
+        run.finish()
+    said = "".join(run.life.lines)
+    assert said.count("goes on from its last checkpoint") == 1 and "replay buffer: ReplayBuffer has died" in said, said
+    assert chaos.losses(run.folder, STEPS) == {}

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import signal
+import time
 from statistics import fmean
 
 import psutil
@@ -191,6 +192,25 @@ def kl(turns, model, prompt, weights):
         reference = reference_logprobs(model, prompt, turn.token_ids, weights=weights)
         log_ratio += [b - a for a, b in zip(turn.logprobs, reference.tolist(), strict=True)]
     return fmean(math.expm1(r) - r for r in log_ratio)
+
+
+async def test_the_time_of_an_engine_is_that_of_rest_of_requests_and_of_updates(engine, model):
+    points = [(time.monotonic(), engine._time_spent.seconds())]
+
+    async def spent_by(work):
+        """Seconds that passed, and those in each state."""
+        result = await work
+        points.append((time.monotonic(), engine._time_spent.seconds()))
+        (begun, before), (ended, after) = points[-2:]
+        return result, ended - begun, {state: after[state] - before.get(state, 0.0) for state in after}
+
+    _, passed, spent = await spent_by(asyncio.sleep(0.2))
+    assert spent["idle"] == pytest.approx(passed, abs=0.02)
+    _, passed, spent = await spent_by(asyncio.gather(*(sample(engine, max_tokens=100) for _ in range(4))))
+    assert spent["generate"] == pytest.approx(passed, abs=0.05)
+    report, _, spent = await spent_by(update(engine, perturbed_weights(model, seed=9), engine.version + 1))
+    assert spent["update"] == pytest.approx(sum(report.seconds.values()), abs=0.02)
+    assert sum(spent.values()) == pytest.approx(points[-1][0] - points[-2][0], abs=0.01)
 
 
 async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):

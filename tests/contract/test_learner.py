@@ -319,6 +319,8 @@ def test_every_step_is_acknowledged_and_reported(two_ranks, groups):
     assert "mismatch/lag_1/logp_abs_diff_mean" in second and "mismatch/logp_abs_diff_mean" not in second
     for name in ("wait_for_batch", "forward_backward", "optimizer", "publish", "checkpoint", "step"):
         assert second[f"timing/{name}"] >= 0
+    shares = [value for name, value in second.items() if name.startswith("time_share/learner/")]
+    assert len(shares) == 5 and sum(shares) == pytest.approx(1.0)
     assert all(math.isfinite(value) for value in (first | second).values())
 
 
@@ -455,6 +457,15 @@ def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_p
     assert run.fails() == f"broken-one: an id is not in the vocabulary of {VOCAB}"
     assert _learner_processes() == []
     assert ray.get(run.buffer.snapshot.remote())["trained"] == 0
+
+
+def test_a_learner_that_can_no_more_be_told_to_stop_fails_instead_of_ending_as_if_it_had_been(
+    model_path, groups, tmp_path
+):
+    run = Run(tmp_path / "headless", model_path, _buffer(groups[:GROUPS]), total_steps=9)
+    run.wait(lambda: run.metrics)
+    ray.kill(ray.get_actor("headless:learner-control"))
+    assert "headless:learner-control" in run.fails()
 
 
 def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):

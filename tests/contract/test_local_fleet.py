@@ -786,7 +786,7 @@ async def test_an_instance_that_starts_slowly_is_running_but_not_reachable_at_fi
     server: Server, status: int
 ) -> None:
     fleet = server.without_retries()
-    server.arm({"route": "make", "kind": "slow_start", "status": status, "seconds": 0.4, "count": 1})
+    server.arm({"route": "make", "kind": "slow_start", "status": status, "seconds": 3, "count": 1})
     slow, quick = await fleet.make("notes"), await fleet.make("notes")
     call = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
     async with httpx.AsyncClient() as client:
@@ -795,8 +795,9 @@ async def test_an_instance_that_starts_slowly_is_running_but_not_reachable_at_fi
             assert reply.status_code == status, path
             assert (await client.request(method, quick.urls.root + path, json=call)).status_code == 200
         assert (await fleet.instance(slow.instance_id)).status == "running"
-        await asyncio.sleep(0.45)
-        assert (await client.post(slow.urls.root + "mcp", json=call)).status_code == 200
+        async with asyncio.timeout(20):
+            while (await client.post(slow.urls.root + "mcp", json=call)).status_code != 200:
+                await asyncio.sleep(0.1)
 
 
 @pytest.mark.asyncio
@@ -1028,6 +1029,21 @@ def _failing_start(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "actors.envs.local_fleet", *arguments]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
     return ended.returncode, ended.stderr
+
+
+def test_one_that_died_is_started_again_where_its_clients_look_for_it() -> None:
+    with LocalFleetProcess() as fleet:
+        url, pid = fleet.url, fleet.pid
+        workers = _warm(url, pid)
+        Fleet(api_key=KEY, base_url=url).make("tracker")
+        os.kill(pid, signal.SIGKILL)
+        _wait_until_gone(pid, workers)
+        with pytest.raises(LocalFleetError, match="the local Fleet ended with exit code -9"):
+            fleet.check()
+        fleet.restart()
+        fleet.check()
+        assert fleet.url == url and fleet.pid != pid
+        assert Fleet(api_key=KEY, base_url=url).instances() == []
 
 
 def test_a_start_that_cannot_work_is_one_clear_line_and_code_2(tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ class Evaluating:
         return Group(order.group_id, order.task.task_key, order.task.env_key, [])
 
     async def stats(self):
-        return {"sampled_tokens": 0, "episodes": 0, "phases": {}, "now": self._now, "most": self._most}
+        counts = {"sampled_tokens": 0, "episodes": 0, "phases": {}, "episode_s": {}, "loop_lag": []}
+        return counts | {"now": self._now, "most": self._most}
 
 
 async def evaluating(*keys: str):

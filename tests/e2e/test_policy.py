@@ -160,6 +160,10 @@ def test_a_killed_engine_is_replaced_within_seconds_and_its_requests_begin_again
     assert {span[0] for turn in ended for span in turn.spans} == {version}
     assert client.versions() == [version] * 2 and {s["replica"] for s in client.stats()} == replicas
     assert finished(client) >= counted + len(ended), "what the dead engine did counts as well"
+    reports = client.update(version, 60)
+    rested, was_down = sorted(report["time_spent"]["down"] for report in reports)
+    assert rested < 0.01 < 0.2 < was_down and all(report["time_spent"]["generate"] > 0 for report in reports)
+    assert all(report["loop_lag"] for report in reports)
     for turn in turns(client, n=8):
         assert turn.spans == [(version, 0, len(turn.token_ids))]
         assert error(turn, model, weights) < 1e-3

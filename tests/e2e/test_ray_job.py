@@ -41,6 +41,7 @@ def cluster(tmp_path_factory):
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "60",  # Ray's own 3 s are too short for an orderly end
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # Serve's controller, which stays, would be waited for
     }
     head = subprocess.Popen(
         [BIN / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4"]

@@ -159,6 +159,17 @@ def test_every_metric_is_in_the_table_and_the_main_ones_are_there(finished):
     assert {"policy/ppo_clip_ratio", "policy/policy_kl", "trainer/global_step", "leases/leased"} <= names
 
 
+def test_every_role_says_where_its_time_went_and_how_late_its_loop_was(finished):
+    run, _ = finished
+    for role in ("learner", "rollout", "policy"):
+        prefix = f"time_share/{role}/"
+        shares = [[value for name, value in step.items() if name.startswith(prefix)] for step in steps(run.folder)]
+        assert any(shares) and all(sum(one) == pytest.approx(1.0) and min(one) >= 0 for one in shares if one)
+    late = {name.split("/")[1]: value for step in steps(run.folder) for name, value in step.items() if "/max_s" in name}
+    assert late.keys() == {"rollout_worker", "conductor", "env_pool", "replay_buffer", "replica"}
+    assert all(0 <= seconds < 5 for seconds in late.values())
+
+
 def test_the_last_checkpoint_loads_in_transformers_and_holds_the_published_weights(finished):
     run, _ = finished
     folder = run.folder / "checkpoints" / "global_step_5" / "policy"
@@ -289,7 +300,7 @@ def test_faults_of_the_environment_and_a_killed_learner_do_not_end_a_run(tmp_pat
         "environment.local_faults": faults,
         "generator.deadlines.step": 3,
         "generator.deadlines.verify": 5,
-        "trainer.max_steps": 10,
+        "trainer.max_steps": 7,
         "trainer.ckpt_interval": 1,
     }
     run = start("configs/demo.yaml", "faults", tmp_path, keys=keys)
@@ -318,7 +329,8 @@ def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
 
 def test_a_policy_that_cannot_start_ends_the_run_in_one_line_and_leaves_nothing(tmp_path):
     model = shutil.copytree("configs/models/tiny-tracker", tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"cut off")
+    other = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(other | {"intermediate_size": 2 * other["intermediate_size"]}))
     run = start("configs/demo.yaml", "broken", tmp_path, keys={"trainer.policy.model.path": model})
     text = run.output()
     assert run.process.returncode == 1 and "Traceback" not in text, text

@@ -51,6 +51,9 @@ def test_the_first_of_duplicate_keys_is_kept(tmp_path):
         ([GOOD | {"task_modality": "telepathy"}], ["'task_modality'", "tool_use"]),
         ([{"task_key": "a", "prompt": "p"}], ["'env_key'", "required"]),
         ([GOOD | {"difficulty": "hard"}], ["'difficulty'", "integer"]),
+        ('[{"task_key": "a", "prompt": "p", "env_key": "e", "env_variables": {"n": NaN}}]', ["(a)", "'env_variables'"]),
+        ([GOOD | {"env_variables": {"name": "\ud800"}}], ["'env_variables'", "cannot be sent as json"]),
+        ([GOOD | {"data_key": "\udc00"}], ["'data_key'", "cannot be sent as json"]),
     ],
 )
 def test_a_malformed_file_names_task_and_field_in_one_line(tmp_path, value, parts):

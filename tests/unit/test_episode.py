@@ -22,6 +22,7 @@ from serve.sampling import Completion, Sampling
 from tests.models import byte_tokenizer
 
 CALL = '<tool_call>{"name":"look","arguments":{"at":"x"}}</tool_call>'
+SLOW_S = 2.2
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
 FIRST_PROMPT = len(Prompter(TOKENIZER).first(Task(task_key="t", prompt="Look.", env_key="e"), [])[1])
@@ -35,6 +36,8 @@ class Room:
     step: object = None
     verdict: object = Graded(1.0)
     env_reward: float | None = None
+    ends: bool = False
+    close: object = None
     tools: list = field(default_factory=list)
     begun: object = None
     result: object = None
@@ -49,7 +52,7 @@ class Room:
     async def step_async(self, action):
         await misbehave(self.step)
         self.calls.append(action)
-        done = self.env_reward is not None
+        done = self.ends or self.env_reward is not None
         result = {"seen": len(self.calls)} if self.result is None else self.result
         return SimpleNamespace(result=result, error=None, done=done, reward=self.env_reward)
 
@@ -60,12 +63,15 @@ class Room:
         return self.verdict
 
     async def close_async(self):
+        await misbehave(self.close)
         self.closed += 1
 
 
 async def misbehave(how):
     if how == "hang":
         await asyncio.sleep(3600)
+    if how == "slow":
+        await asyncio.sleep(SLOW_S)
     if isinstance(how, Exception):
         raise how
 
@@ -179,10 +185,22 @@ def test_the_environments_own_end_and_reward_are_honoured():
     assert (got.stop_reason, got.outcome, room.graded_with) == (StopReason.ENV_DONE, Graded(1.0), [])
 
 
+def test_an_environment_that_ends_without_a_reward_is_asked_for_its_grade():
+    room = Room(ends=True, verdict=Graded(0.5))
+    got = run(Script(CALL), room)
+    assert (got.stop_reason, got.outcome, len(room.graded_with)) == (StopReason.ENV_DONE, Graded(0.5), 1)
+
+
+def test_a_turn_with_a_call_and_a_done_signal_is_a_call():
+    room = Room()
+    got = run(Script(CALL + "all done<done>", "7<done>"), room)
+    assert (len(room.calls), got.turns, room.graded_with[0][0]) == (1, 2, "7")
+
+
 def test_a_verifier_that_fails_leaves_the_episode_ungraded_not_zero():
     assert run(Script("<done>"), Room(verdict=Ungraded("judge down"))).outcome == Ungraded("judge down")
     hung = run(Script("<done>"), Room(verdict="hang"), deadlines={"verify": 0.2})
-    assert hung.outcome == Ungraded("verify: no answer in 0 s")
+    assert hung.outcome == Ungraded("verify: no answer in 1 s")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +208,7 @@ def test_a_verifier_that_fails_leaves_the_episode_ungraded_not_zero():
     [
         (Script(), Room(), {"provision": "hang", "deadlines": {"provision": 0.2}}, "provision: no answer"),
         (Script(), Room(), {"provision": ValueError("quota")}, "provision: ValueError: quota"),
-        (Script(), Room(reset="hang"), {"deadlines": {"reset": 0.2}}, "reset: no answer"),
+        (Script(), Room(reset="hang"), {"deadlines": {"reset": 0.1, "list": 0.1}}, "reset: no answer"),
         (Script("hang"), Room(), {"deadlines": {"generate": 0.2}}, "generate: no answer"),
         (Script(RuntimeError("engine dead")), Room(), {}, "generate: RuntimeError: engine dead"),
         (Script(CALL), Room(step=ConnectionError("gone")), {}, "step: ConnectionError: gone"),
@@ -237,6 +255,25 @@ def test_cancelling_at_any_await_closes_the_environment(where):
 
     asyncio.run(scenario())
     assert room.closed == (where != "provision")
+
+
+def test_whoever_cancels_waits_two_seconds_at_most_and_the_environment_goes_on_closing():
+    room, slow = Room(close="slow"), Script("hang")
+    one = episode(slow, room)
+
+    async def scenario():
+        running = asyncio.create_task(one.run())
+        while one.phase != "generate":
+            await asyncio.sleep(0.01)
+        begun = time.monotonic()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert time.monotonic() - begun < 2.0 and room.closed == 0
+        await asyncio.sleep(SLOW_S - 1.0)
+        assert room.closed == 1
+
+    asyncio.run(scenario())
 
 
 def call(name, **arguments):
@@ -445,6 +482,9 @@ def test_whatever_the_policy_writes_the_episode_ends_with_one_outcome(text):
     room = Room(tools=[LOOK])
     got = run(Script(text, "<done>"), room, max_input_length=40_000, max_model_len=50_000)
     assert got.outcome == Graded(1.0) and got.stop_reason is StopReason.DONE and room.closed == 1
+    answers = [message["content"] for message in got.messages if message["role"] == "tool"]
+    assert len(answers) == got.turns - 1 and all(answer.startswith(("Error: ", '{"seen":')) for answer in answers)
+    assert len(room.calls) == sum(answer.startswith("{") for answer in answers)
 
 
 def test_a_megabyte_of_text_is_read_in_a_second():

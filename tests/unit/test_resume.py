@@ -15,7 +15,7 @@ from train import buffer_state, checkpoint, resume, run
 from train.config import load_config
 from train.evaluate import evaluate_groups, load_results, save_results
 from train.failures import OutOfTime, ResumeError, RunFailed
-from train.preflight import Inputs
+from train.preflight import Inputs, RunFolder
 from train.trajectory_table import Origin
 
 SIZES = {"batch_size": 2, "max_staleness": 1, "max_running": 8, "max_bytes": 1 << 30}
@@ -149,41 +149,95 @@ def save_without_buffer(config):
     checkpoint.commit(root, 2, FACTS)
 
 
-@pytest.mark.parametrize(
-    "ends, outcome, said",
-    [
-        ([RunFailed("learner: killed"), RunFailed("again"), 0], 0, 2),
-        ([RunFailed("learner: killed")] * 4, RunFailed, 3),
-        ([OutOfTime("run_timeout passed")], OutOfTime, 0),
-    ],
-    ids=["goes on", "gives up after max_restarts", "not when the time is over"],
-)
-def test_a_failed_run_goes_on_from_its_checkpoint(config, monkeypatch, capsys, ends, outcome, said):
-    save(config, 2)
-    points = []
+def play(config, monkeypatch, *lives):
+    """A run, each life of which is one of these functions of the run's ``Restarts``, and ends with what it returns.
 
-    def attempt(config, inputs, started, point):
-        points.append(point)
-        end = ends[len(points) - 1]
+    Returns:
+        How the run ended, and the step at which each life began.
+    """
+    begun, left = [], iter(lives)
+
+    def life(config, inputs, started, point, restarts):
+        begun.append(None if point is None else point.step)
+        end = next(left)(restarts)
         if isinstance(end, Exception):
             raise end
         return end
 
-    monkeypatch.setattr(run, "_run", attempt)
-    inputs = Inputs(TASKS, [], None, None)
-    if outcome == 0:
-        assert run._run_and_restart(config, inputs, 0.0, None) == 0
-    else:
-        with pytest.raises(outcome):
-            run._run_and_restart(config, inputs, 0.0, None)
-    assert points[0] is None and all(point.step == 2 for point in points[1:]) and len(points) == len(ends)
-    assert capsys.readouterr().err.count("it goes on from its last checkpoint") == said
+    monkeypatch.setattr(run, "_run", life)
+    folder = RunFolder(config)
+    try:
+        end = run._run_and_restart(config, Inputs(TASKS, [], None, None), folder, 0.0, None)
+    except RunFailed as error:
+        end = error
+    finally:
+        folder.close()
+    assert next(left, None) is None, "a life was not lived"
+    return end, begun
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_fails_at_once(config, monkeypatch):
-    monkeypatch.setattr(run, "_run", lambda *_: (_ for _ in ()).throw(RunFailed("no policy")))
-    with pytest.raises(RunFailed, match="no policy"):
-        run._run_and_restart(config, Inputs(TASKS, [], None, None), 0.0, None)
+DIED = RunFailed("conductor: it died")
+
+
+def trains_until(step, end=DIED):
+    def life(restarts):
+        restarts.reached(0)
+        restarts.reached(step)
+        return end
+
+    return life
+
+
+def writes_checkpoint(config, step, life):
+    return lambda restarts: (save(config, step), life(restarts))[1]
+
+
+def test_a_run_of_which_a_part_died_goes_on_from_its_checkpoint(config, monkeypatch, capsys):
+    first = writes_checkpoint(config, 2, trains_until(3))
+    assert play(config, monkeypatch, first, trains_until(2), trains_until(9, end=0)) == (0, [None, 2, 2])
+    said = "fleet-rl: the run failed: conductor: it died; it goes on from its last checkpoint\n"
+    assert capsys.readouterr().err == 2 * said
+
+
+def test_a_run_that_fails_at_the_same_place_every_time_comes_to_an_end(config, monkeypatch):
+    lives = [writes_checkpoint(config, 2, trains_until(3)), *[trains_until(3)] * config.max_restarts]
+    assert play(config, monkeypatch, *lives) == (DIED, [None, *[2] * config.max_restarts])
+
+
+def test_a_run_that_gets_further_every_time_may_fail_as_often_as_it_likes(config, monkeypatch):
+    lives = [writes_checkpoint(config, step, trains_until(step)) for step in range(1, 9)]
+    assert play(config, monkeypatch, *lives, trains_until(9, end=0)) == (0, [None, *range(1, 9)])
+
+
+def test_a_run_that_never_came_up_is_not_started_again(config, monkeypatch):
+    assert play(config, monkeypatch, lambda restarts: DIED) == (DIED, [None])
+
+
+def test_a_run_whose_time_is_over_is_not_started_again(config, monkeypatch):
+    late = OutOfTime("run_timeout passed")
+    assert play(config, monkeypatch, writes_checkpoint(config, 2, trains_until(3, end=late))) == (late, [None])
+
+
+def test_without_restarts_the_first_failure_ends_a_run(config, monkeypatch):
+    config = config.model_copy(update={"max_restarts": 0})
+    assert play(config, monkeypatch, writes_checkpoint(config, 2, trains_until(3))) == (DIED, [None])
+
+
+def test_a_run_without_a_checkpoint_begins_anew_in_an_empty_folder(config, monkeypatch, capsys):
+    seen = []
+
+    def first(restarts):
+        (config.run_dir / resume.METRICS).write_text('{"step": 1}')
+        (config.run_dir / "trajectories").mkdir()
+        return trains_until(1)(restarts)
+
+    def second(restarts):
+        seen.extend(sorted(path.name for path in config.run_dir.iterdir()))
+        return 0
+
+    assert play(config, monkeypatch, first, second) == (0, [None, None])
+    assert seen == ["config.yaml", "run.lock"]
+    assert "conductor: it died; it begins anew, for it has no checkpoint yet" in capsys.readouterr().err
 
 
 def test_the_evaluation_before_training_outlives_the_process(tmp_path):

@@ -1,0 +1,130 @@
+"""Parts that die or hang, without the rest of a run: workers under the Conductor, and the weight store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+from actors.conductor import Conductor, ConductorSettings
+from actors.rollout_worker import GroupOrder, Peers
+from actors.task import parse_task
+from actors.trajectory import Group, InfraFailed
+from actors.weight_store import ACTOR_NAME, PinnedWeights, SnapshotLost, WeightStore
+from serve.ray_start import start_ray
+from serve.sampling import Sampling
+from serve.weight_transfer import pack_weights
+from train.data.sampler import TaskSampler
+
+TIMEOUT_S = 2.0
+TASK = parse_task({"task_key": "t", "prompt": "p", "env_key": "tracker"}, "test")
+
+
+@ray.remote(num_cpus=0, max_restarts=1)
+class Worker:
+    """What the Conductor needs of a RolloutWorker. A group takes as long as its task's prompt says, and blocks the
+    whole process where that is negative."""
+
+    def __init__(self) -> None:
+        self._started = False
+
+    async def start(self, peers: Peers) -> int:
+        self._started = True
+        return os.getpid()
+
+    async def evaluate_group(self, order: GroupOrder) -> Group:
+        seconds = float(order.task.prompt)
+        if seconds < 0:
+            time.sleep(-seconds)
+        else:
+            await asyncio.sleep(seconds)
+        return Group(order.group_id, order.task.task_key, order.task.env_key, [])
+
+    async def stats(self) -> dict | None:
+        counts = {"sampled_tokens": 0, "episodes": 0, "phases": {}, "episode_s": {}, "loop_lag": []}
+        return counts if self._started else None
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_kill_worker_timeout_milliseconds", "500")  # instead of 10 s, for one that does not react
+        start_ray("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def worker(cluster):
+    return Worker.options(max_concurrency=10).remote()
+
+
+@pytest.fixture
+def evaluate(worker):
+    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0, worker_timeout_s=TIMEOUT_S)
+    conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], Peers(None, None, None))
+
+    def evaluate(seconds):
+        task = TASK.model_copy(update={"prompt": str(seconds)})
+        return conductor.evaluate.remote("e", [task], 1, Sampling(), 60.0)
+
+    return evaluate
+
+
+def test_a_worker_that_hangs_loses_its_groups_and_works_again(worker, evaluate):
+    pid = ray.get(worker.start.remote(None), timeout=30)
+    call = evaluate(30)
+    ray.wait([call], timeout=1.0)
+    stopped = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    (group,) = ray.get(call, timeout=30)
+    assert time.monotonic() - stopped > TIMEOUT_S - 1
+    (trajectory,) = group.trajectories
+    assert isinstance(trajectory.outcome, InfraFailed) and "actor" in trajectory.outcome.reason
+    assert ray.get(evaluate(0), timeout=30)[0].trajectories == []
+
+
+def test_a_worker_that_is_busy_for_less_is_left_alone(worker, evaluate):
+    pid = ray.get(worker.start.remote(None), timeout=30)
+    assert ray.get(evaluate(-(TIMEOUT_S - 1)), timeout=30)[0].trajectories == []
+    assert ray.get(worker.start.remote(None), timeout=30) == pid
+
+
+def weights(value):
+    return pack_weights({"weight": torch.full((2, 3), float(value))})
+
+
+def get(call):
+    return ray.get(call, timeout=30)
+
+
+def test_a_weight_store_that_dies_hands_out_nothing_between_its_folder_and_the_next_publication(cluster, tmp_path):
+    store = WeightStore.options(name=ACTOR_NAME).remote(str(tmp_path), "life")
+    pinned = PinnedWeights.remote()
+    assert get(store.publish.remote(weights(1))) == 1
+    assert get(pinned.pin.remote()) == 1
+    ray.kill(store, no_restart=False)
+    assert get(store.latest.remote()) == (0, None), "what the model folder holds"
+    newest = store.latest.remote(True)
+    assert ray.wait([newest], timeout=1.0)[0] == [], "nobody is given what is not the newest"
+    with pytest.raises(SnapshotLost):
+        get(pinned.pin.remote())
+    version, snapshot = get(pinned.latest.remote())
+    assert version == 1 and bytes(get(snapshot)) == bytes(weights(1)), "an evaluation keeps its weights"
+    assert get(store.publish.remote(weights(2))) == 2
+    assert get(newest)[0] == 2 and get(pinned.pin.remote()) == 2
+
+
+def test_calls_that_a_dying_weight_store_had_are_made_again(cluster, tmp_path):
+    store = WeightStore.remote(str(tmp_path), "life")
+    version = get(store.reserve.remote({"weight": (2, 3)}))
+    waiting = store.latest.remote(True)
+    ray.wait([waiting], timeout=0.5)
+    ray.kill(store, no_restart=False)
+    get(store.deliver.remote(version, [ray.put(weights(1))]))
+    assert get(waiting)[0] == version == 1
