@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 import ray
 import torch
@@ -103,12 +104,20 @@ def get(call):
     return ray.get(call, timeout=30)
 
 
+def kill_newest_store():
+    """Returns once its process is gone: until then it may still answer."""
+    everyone = psutil.Process().children(recursive=True)
+    store = max((p for p in everyone if "WeightStore" in " ".join(p.cmdline())), key=psutil.Process.create_time)
+    store.kill()
+    assert psutil.wait_procs([store], timeout=10)[1] == []
+
+
 def test_a_weight_store_that_dies_hands_out_nothing_between_its_folder_and_the_next_publication(cluster, tmp_path):
     store = WeightStore.options(name=ACTOR_NAME).remote(str(tmp_path), "life")
     pinned = PinnedWeights.remote()
     assert get(store.publish.remote(weights(1))) == 1
     assert get(pinned.pin.remote()) == 1
-    ray.kill(store, no_restart=False)
+    kill_newest_store()
     assert get(store.latest.remote()) == (0, None), "what the model folder holds"
     newest = store.latest.remote(True)
     assert ray.wait([newest], timeout=1.0)[0] == [], "nobody is given what is not the newest"
@@ -125,6 +134,6 @@ def test_calls_that_a_dying_weight_store_had_are_made_again(cluster, tmp_path):
     version = get(store.reserve.remote({"weight": (2, 3)}))
     waiting = store.latest.remote(True)
     ray.wait([waiting], timeout=0.5)
-    ray.kill(store, no_restart=False)
+    kill_newest_store()
     get(store.deliver.remote(version, [ray.put(weights(1))]))
     assert get(waiting)[0] == version == 1

@@ -453,7 +453,7 @@ def test_rewards_are_learned_and_shuffled_rewards_are_not(model_path, tmp_path):
 def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_path, groups, tmp_path):
     broken = replace(groups[0].trajectories[0], trajectory_id="broken-one", ids=groups[0].trajectories[0].ids + VOCAB)
     group = replace(groups[0], trajectories=[broken, *groups[0].trajectories[1:]])
-    run = Run(tmp_path / "broken", model_path, _buffer([group], batch_size=1), num_workers=2)
+    run = Run(tmp_path / "broken", model_path, _buffer([group], batch_size=1))
     assert run.fails() == f"broken-one: an id is not in the vocabulary of {VOCAB}"
     assert _learner_processes() == []
     assert ray.get(run.buffer.snapshot.remote())["trained"] == 0
