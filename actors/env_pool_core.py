@@ -649,6 +649,7 @@ class EnvPoolCore:
         running = {i["instance_id"] for i in await self._control.list(run_id=settings.run_id)}
         for slot in saved:
             if slot.instance_id not in running:
+                self._table.drop(slot.instance_id)  # the dead pool had it deleted, and was not told in time
                 continue
             self._table.add(slot)
             if slot.state is SlotState.DELETING:

@@ -291,9 +291,11 @@ class LeaseTable:
         self._enter(slot)
 
     def drop(self, instance_id: str) -> bool:
-        """The instance is no more. False: it is not in the table."""
+        """The instance is no more, and its row goes with the next save, whoever wrote it. False: it is not in the
+        table."""
         slot = self.slots.pop(instance_id, None)
         if slot is None:
+            self._unsaved.add(instance_id)
             return False
         self._leave(slot)
         return True

@@ -445,6 +445,22 @@ async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_flee
     assert (await reborn.close_all()).left == ()
 
 
+async def test_what_a_dead_pool_had_deleted_does_not_stay_in_the_table(local_fleet, tmp_path):
+    """It may die before it is told, or before it has written that it was."""
+    shared = settings(run_name="gone", nonce="same", table_path=tmp_path / "leases.db")
+    dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await dead.start()
+    lease = await dead.acquire(SPEC, 5, owner="w")
+    dead._background.cancel()  # it dies without a word
+    await FleetControl(KEY, local_fleet.url).delete(lease.instance["instance_id"])
+    assert load_slots(shared.table_path, shared.run_id) != []
+
+    reborn = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
+    await reborn.start()
+    await eventually(lambda: load_slots(shared.table_path, shared.run_id) == [])
+    assert (await reborn.close_all()).left == ()
+
+
 async def test_what_a_dead_pool_asked_for_and_comes_late_is_found_soon(local_fleet, tmp_path):
     """Its request may be carried out after the next pool has looked at the list for the first time."""
     shared = settings(run_name="late", nonce="same", table_path=tmp_path / "leases.db", reconcile_s=20.0)
