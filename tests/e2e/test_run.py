@@ -329,7 +329,7 @@ def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
 def test_a_policy_that_cannot_start_ends_the_run_in_one_line_and_leaves_nothing(tmp_path):
     model = shutil.copytree("configs/models/tiny-tracker", tmp_path / "model")
     other = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(other | {"intermediate_size": 2 * other["intermediate_size"]}))
+    (model / "config.json").write_text(json.dumps(other | {"architectures": ["OfNobody"]}))
     run = start("configs/demo.yaml", "broken", tmp_path, keys={"trainer.policy.model.path": model})
     text = run.output()
     assert run.process.returncode == 1 and "Traceback" not in text, text
