@@ -125,7 +125,7 @@ def command(out: Path, name: str, **keys: str) -> list[str]:
 def frozen(cluster, tmp_path_factory):
     """A job that trains at learning rate 0: what was seen of it while it ran, and its folder."""
     out = tmp_path_factory.mktemp("jobs")
-    keys = {"trainer.policy.optimizer_config.lr": 0, "trainer.max_steps": 10}
+    keys = {"trainer.policy.optimizer_config.lr": 0, "trainer.max_steps": 30}
     keys |= {"data.max_eval_tasks": 64, "generator.eval_greedy": "true"}
     words = ["submit", "--no-wait", "--submission-id", "frozen", "--working-dir", ".", "--"]
     submitted = job(cluster, *words, *command(out, "frozen", **keys))
@@ -146,12 +146,12 @@ def test_a_submitted_job_runs_and_its_parts_and_metrics_can_be_watched(frozen):
     assert {"replay_buffer", "weight_store", "env_pool", "conductor", "rollout_worker_0"} <= names
     assert frozen["serve"]["applications"]["fleet-rl-frozen"]["status"] == "RUNNING"
     assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="frozen"', frozen["exported"])
-    assert json.loads((frozen["folder"] / "summary.json").read_text())["steps"] == 10
+    assert json.loads((frozen["folder"] / "summary.json").read_text())["steps"] == 30
 
 
 def test_at_learning_rate_zero_the_policy_and_its_held_out_pass_rate_stay(frozen):
     shipped = AutoModelForCausalLM.from_pretrained("configs/models/tiny-tracker")
-    trained = AutoModelForCausalLM.from_pretrained(frozen["folder"] / "checkpoints" / "global_step_10" / "policy")
+    trained = AutoModelForCausalLM.from_pretrained(frozen["folder"] / "checkpoints" / "global_step_30" / "policy")
     for (name, before), after in zip(shipped.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(before, after), name
     summary = json.loads((frozen["folder"] / "summary.json").read_text())
