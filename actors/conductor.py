@@ -183,10 +183,11 @@ class Conductor:
         }
 
     def _rollout_error(self) -> str | None:
-        """Why no further work is assigned, if that is so without anybody having asked for it."""
-        if self._rollouts is None or not self._rollouts.done() or self._rollouts.cancelled():
-            return None
-        return _first_line(self._rollouts.exception())
+        """Why no more work is assigned, or nobody looks whether workers hang, without anybody having asked for it."""
+        for task in (self._rollouts, self._watch):
+            if task is not None and task.done() and not task.cancelled():
+                return _first_line(task.exception())
+        return None
 
     async def _assign(self) -> None:
         for order in self._settings.resumed:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
+from actors.envs.fleet import close_clients
 from actors.envs.local_fleet.process import LocalFleetProcess
 
 KEY = "sk-test"
@@ -41,3 +44,13 @@ class LocalFleet:
         """Rows of an instance's current database."""
         url = f"{instance['urls']['manager']['api']}/resources/sqlite/current/query"
         return self._http.post(url, json={"query": query, "read_only": True}).json()["rows"]
+
+
+@asynccontextmanager
+async def leaving_nothing(local_fleet: LocalFleet) -> AsyncIterator[None]:
+    """Around one test: no faults before and after it, no instance and no connection of it left."""
+    local_fleet.arm()
+    yield
+    local_fleet.arm()
+    assert local_fleet.running() == [], "a test left instances behind"
+    await close_clients()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import ray
 
+from train.beside import Beside
 from train.learner import CALL_TIMEOUT_S, LearnerError, LearnerSettings, Metrics, StepReport, one_line
 from train.metrics import batch_metrics
 from train.step_timer import StepTimer
@@ -14,8 +14,9 @@ from train.trajectory_store import TrajectoryStore
 from train.trajectory_table import Origin
 
 
-class BatchKeeper:
+class BatchKeeper(Beside):
     """Used as :class:`train.learner.LearnerHandle` is. The policy keeps its version: nothing is ever stale.
+    ``join`` raises :class:`train.learner.LearnerError` where a batch did not come.
 
     Args:
         buffer: actor handle of the replay buffer.
@@ -24,30 +25,9 @@ class BatchKeeper:
     """
 
     def __init__(self, settings: LearnerSettings, buffer: Any, store: TrajectoryStore, on_step: StepReport) -> None:
+        super().__init__("batch-keeper")
         self._settings, self._buffer, self._store, self._on_step = settings, buffer, store, on_step
         self._timer = StepTimer()
-        self._thread = threading.Thread(target=self._run, name="batch-keeper", daemon=True)
-        self._error: LearnerError | None = None
-
-    def start(self) -> None:
-        """Returns at once."""
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not; ``join`` says which."""
-        return not self._thread.is_alive()
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end. Returns whether it has ended.
-
-        Raises:
-            LearnerError: a batch did not come.
-        """
-        self._thread.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        return self.done
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the batch in progress. Does not raise where it failed: ``join`` does."""

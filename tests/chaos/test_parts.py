@@ -96,6 +96,28 @@ def test_a_worker_that_is_busy_for_less_is_left_alone(worker, evaluate):
     assert ray.get(worker.start.remote(None), timeout=30) == pid
 
 
+class NoActor:
+    """Stands where a worker's handle should, says nothing, and cannot be killed."""
+
+    @property
+    def stats(self):
+        return self
+
+    def remote(self):
+        return asyncio.sleep(3600)
+
+
+def test_a_watch_that_has_ended_is_said_so(cluster):
+    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0, worker_timeout_s=0.2)
+    conductor = Conductor.options(max_concurrency=10).remote(settings, [NoActor()], Peers(None, None, None))
+    assert get(conductor.status.remote())["error"] is None
+    get(conductor.evaluate.remote("e", [], 1, Sampling(), 60.0))
+    deadline = time.monotonic() + 30
+    while (error := get(conductor.status.remote())["error"]) is None:
+        assert time.monotonic() < deadline
+    assert "ValueError" in error and "kill" in error
+
+
 def weights(value):
     return pack_weights({"weight": torch.full((2, 3), float(value))})
 

@@ -38,7 +38,7 @@ from actors.envs.mcp_tools import ToolsUnavailable
 from actors.lease_table import EnvSpec
 from actors.task import TaskFileError, parse_task
 from actors.trajectory import Graded, Ungraded
-from tests.fleet_faults import KEY, LocalFleet
+from tests.fleet_faults import KEY, LocalFleet, leaving_nothing
 from tests.servers import served
 from tests.suspensions import runs_to_its_end
 
@@ -77,11 +77,8 @@ def local_fleet():
 
 @pytest.fixture(autouse=True)
 async def clean(local_fleet):
-    local_fleet.arm()
-    yield
-    local_fleet.arm()
-    assert local_fleet.running() == [], "a test left instances behind"
-    await close_clients()
+    async with leaving_nothing(local_fleet):
+        yield
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 from actors.config import DeadlinesConfig
 from actors.env_pool import LocalPoolClient
 from actors.env_pool_core import EnvPoolCore, PoolSettings
-from actors.envs.fleet import FleetControl, FleetTaskEnv, close_clients
+from actors.envs.fleet import FleetControl, FleetTaskEnv
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.episode import DialogueRules, Episode, EpisodeLimits
 from actors.lease_table import EnvSpec
@@ -20,7 +20,7 @@ from actors.replay_buffer_core import GroupHeader
 from actors.task import parse_task
 from actors.trajectory import Graded, Group, InfraFailed, StopReason, Ungraded
 from serve.sampling import Completion, Sampling
-from tests.fleet_faults import KEY, LocalFleet
+from tests.fleet_faults import KEY, LocalFleet, leaving_nothing
 from tests.models import byte_tokenizer
 from tests.suspensions import runs_to_its_end
 from train.advantages import advantages
@@ -57,11 +57,8 @@ def local_fleet():
 
 @pytest.fixture(autouse=True)
 async def clean(local_fleet):
-    local_fleet.arm()
-    yield
-    local_fleet.arm()
-    assert local_fleet.running() == [], "a test left instances behind"
-    await close_clients()
+    async with leaving_nothing(local_fleet):
+        yield
 
 
 @asynccontextmanager

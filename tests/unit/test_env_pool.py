@@ -12,10 +12,10 @@ from itertools import pairwise
 import pytest
 
 from actors.env_pool_core import EnvPoolCore, Lease, NoInstance, PoolSettings, delete_instances
-from actors.envs.fleet import FleetControl, FleetFailure, close_clients
+from actors.envs.fleet import FleetControl, FleetFailure
 from actors.envs.local_fleet.process import LocalFleetProcess
 from actors.lease_table import EnvSpec, SlotState, load_slots
-from tests.fleet_faults import KEY, LocalFleet
+from tests.fleet_faults import KEY, LocalFleet, leaving_nothing
 
 LIMIT = 4
 SPEC = EnvSpec("tracker", "v1.0.0", "desk", "s1", {"LOGGED_IN_USER": "dan"})
@@ -30,11 +30,8 @@ def local_fleet():
 
 @pytest.fixture(autouse=True)
 async def clean(local_fleet):
-    local_fleet.arm()
-    yield
-    local_fleet.arm()
-    assert local_fleet.running() == [], "a test left instances behind"
-    await close_clients()
+    async with leaving_nothing(local_fleet):
+        yield
 
 
 class Clock:
