@@ -217,7 +217,7 @@ class _Work:
         """Make all attempts; one group a task, in their order.
 
         Raises:
-            RunFailed: a server has ended.
+            RunFailed: a server ends again and again.
         """
         self.ledger.dispatch([self._id(task, i) for task in self._tasks for i in range(self._attempts.n)])
         working = asyncio.create_task(self._work(at_once))
