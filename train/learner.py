@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -164,36 +165,53 @@ class LearnerHandle(Beside):
         super().__init__("learner")
         self._control = LearnerControl.options(name=f"{settings.run_name}:learner-control").remote()
         self._job = Job(_absolute(settings), source, publisher, on_step, self._control)
+        self._lock = threading.Lock()  # of the two that follow
+        self._controller: Any = None  # of Ray Train; the ranks die with it
+        self._killed = False
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the step in progress, without a checkpoint. Ranks that still run after ``timeout_s`` are killed.
+        """End after the step in progress, without a checkpoint. It is killed if it still runs after ``timeout_s``; at
+        once if it has not begun to train.
 
         Does not raise for a learner that failed: ``join`` does.
         """
         if self.done:
             return
         try:
-            ray.get(self._control.stop.remote(), timeout=CALL_TIMEOUT_S)
-            self._thread.join(timeout_s)
+            reason = "it was stopped before it had begun"
+            if ray.get(self._control.stop.remote(), timeout=CALL_TIMEOUT_S):
+                self._thread.join(timeout_s)
+                reason = f"it was killed: it had not stopped after {timeout_s:.0f} s"
             if self._thread.is_alive():
-                self._kill(timeout_s)
+                ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError):
             # The control actor ends with the learner, which ended meanwhile, or it has failed.
             pass
+        if self._thread.is_alive():
+            self._kill()
+        # What is left of this thread when Ray is shut down takes the whole process along, with exit code 1.
         self._thread.join(timeout_s)
 
-    def _kill(self, timeout_s: float) -> None:
-        reason = f"it was killed: it had not stopped after {timeout_s:.0f} s"
-        ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
-        for rank in ray.get(self._control.ranks.remote(), timeout=CALL_TIMEOUT_S):
-            ray.kill(rank)
+    def _kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            if self._controller is not None:
+                ray.kill(self._controller)
+
+    def _keep(self, controller: Any) -> None:
+        with self._lock:
+            self._controller = controller
+            if self._killed:
+                ray.kill(controller)
 
     def _run(self) -> None:
         try:
-            _fit(self._job)
+            _fit(self._job, self._keep)
         except Exception as error:  # raised again by join, in the caller's thread
             self._error = LearnerError(self._first_failure() or one_line(error))
         finally:
+            with self._lock:
+                self._controller = None  # it ends with its last handle
             if ray.is_initialized():
                 ray.kill(self._control)
 
@@ -238,7 +256,7 @@ def _absolute(settings: LearnerSettings) -> LearnerSettings:
     return replace(settings, **{name: str(Path(path).absolute()) for name, path in (ours | found).items() if path})
 
 
-def _fit(job: Job) -> None:
+def _fit(job: Job, on_controller: Callable[[Any], None]) -> None:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
@@ -268,6 +286,7 @@ def _fit(job: Job) -> None:
             worker_runtime_env={"env_vars": _rank_environment(settings)},
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
+        on_controller=on_controller,
     ).fit()
 
 
@@ -289,7 +308,6 @@ def _train_loop(config: dict[str, Any]) -> None:
     job: Job = config["job"]
     rank = None
     try:
-        ray.get(job.control.join.remote([ray.get_runtime_context().current_actor]), timeout=CALL_TIMEOUT_S)
         from train.learner_rank import Rank
 
         rank = Rank(job)

@@ -19,28 +19,24 @@ class Decision:
 
 @ray.remote(num_cpus=0)
 class LearnerControl:
-    """The stop flag, rank 0's decision about the step, the ranks themselves, and the first failure."""
+    """The stop flag, rank 0's decision about the step, and the first failure."""
 
     def __init__(self) -> None:
         self._stop = asyncio.Event()
+        self._heeded = False
         self._announced = asyncio.Condition()
         self._step = -1
         self._decision: Decision | None = None
-        self._ranks: list[Any] = []
         self._failure: str | None = None
 
-    async def join(self, rank: list[Any]) -> None:
-        """A rank says hello; ``rank`` is a one-element list with its actor handle."""
-        self._ranks += rank
-
-    async def ranks(self) -> list[Any]:
-        return self._ranks
-
-    async def stop(self) -> None:
+    async def stop(self) -> bool:
+        """Returns whether rank 0 heeds it: it has begun to train."""
         self._stop.set()
+        return self._heeded
 
     async def stopped(self) -> None:
         """Returns once ``stop`` was called."""
+        self._heeded = True
         await self._stop.wait()
 
     async def announce(self, step: int, decision: Decision) -> None:

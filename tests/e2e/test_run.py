@@ -320,7 +320,7 @@ def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
     run = start("configs/demo.yaml", "stopped", tmp_path, keys={"trainer.max_steps": 500})
     run.read_until(phase)
     run.process.send_signal(signal.SIGINT)
-    text = run.output(timeout_s=90)
+    text = run.output(timeout_s=150)
     assert run.process.returncode == 130, text
     assert text.strip().splitlines()[-1] == "fleet-rl: stopped" and "Traceback" not in text
     assert run.leftovers() == []
