@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,7 +59,6 @@ class ConductorSettings:
         order: the training tasks in the order they are used, with a ``state_dict``.
         worker_restarts: how often Ray starts each worker again.
         worker_timeout_s: a worker that says nothing for longer hangs: it is killed, and started again as a dead one is.
-        resumed: groups whose tickets the buffer has given out already, to an earlier process of the run; they go first.
         group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
     """
 
@@ -68,7 +68,6 @@ class ConductorSettings:
     group_timeout_s: float
     worker_restarts: int = MAX_RESTARTS
     worker_timeout_s: float = 60.0
-    resumed: tuple[GroupOrder, ...] = ()
 
 
 @ray.remote(num_cpus=0)
@@ -107,10 +106,14 @@ class Conductor:
         """The accounts of all steps after the first ``count``."""
         return self._steps[count:]
 
-    async def start_rollouts(self) -> None:
-        """Begin to turn tickets into groups; goes on until :meth:`stop_rollouts`."""
+    async def start_rollouts(self, resumed: Sequence[GroupOrder] = ()) -> None:
+        """Begin to turn tickets into groups; goes on until :meth:`stop_rollouts`.
+
+        Args:
+            resumed: groups whose tickets the buffer had given out already before its checkpoint; they go first.
+        """
         self._begin_watch()
-        self._rollouts = asyncio.create_task(self._assign())
+        self._rollouts = asyncio.create_task(self._assign(resumed))
 
     async def stop_rollouts(self, reason: str, timeout_s: float) -> None:
         """Drain: no further ticket, running groups cancelled and waited for, so that their leases are back."""
@@ -189,8 +192,8 @@ class Conductor:
                 return _first_line(task.exception())
         return None
 
-    async def _assign(self) -> None:
-        for order in self._settings.resumed:
+    async def _assign(self, resumed: Sequence[GroupOrder]) -> None:
+        for order in resumed:
             self._begin(order)
         while await self._some_living():
             tickets = await self._buffer.issue.remote(TICKET_POLL_S, TICKETS_AT_ONCE)

@@ -99,13 +99,15 @@ class ReplayBuffer:
     async def resume(
         self, state: dict[str, Any], payloads: dict[int, ray.ObjectRef], version: int
     ) -> list[tuple[int, str, list[str]]]:
-        """Go on from a checkpoint whose weights are now called ``version``; the first call of this actor.
+        """Go on from a checkpoint whose weights are now called ``version``. Only batches may have been asked for yet.
 
         Returns:
             Ticket, task and episodes of each group that must be rolled out anew, in start order.
         """
         self._core.restore(state, payloads)
-        return [(t.ticket_id, t.task_key, t.episode_ids) for t in self._core.resume(version)]
+        in_flight = [(t.ticket_id, t.task_key, t.episode_ids) for t in self._core.resume(version)]
+        await self._notify()
+        return in_flight
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -28,6 +28,7 @@ from serve.sampling import Completion, Sampling
 from serve.state_clock import StateClock
 
 MAX_RESTARTS = 3  # of one that dies
+CANCEL_TIMEOUT_S = 30.0  # for episodes to close their environments
 QUEUED = "queued"  # state of an episode that waits for its place among those that run at once
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class EpisodeRunner:
         self._rules = dialogue_rules(generator, tokenizer)
         self._slots = asyncio.Semaphore(settings.max_episodes)
         self._running: dict[str, Episode] = {}
+        self._groups: set[asyncio.Task[Any]] = set()
         self._time_spent = StateClock()
         self.sampled_tokens = 0
         self.episodes = 0
@@ -148,12 +150,25 @@ class EpisodeRunner:
         generate: Generate = (policy or self._policy).generate
         if on_first_turn is not None:
             generate = announced_once(generate, on_first_turn)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._run_episode(order, index, episode_id, generate))
-                for index, episode_id in enumerate(order.episode_ids)
-            ]
+        this = asyncio.current_task()
+        self._groups.add(this)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._run_episode(order, index, episode_id, generate))
+                    for index, episode_id in enumerate(order.episode_ids)
+                ]
+        finally:
+            self._groups.discard(this)
         return Group(order.group_id, order.task.task_key, order.task.env_key, [task.result() for task in running])
+
+    async def cancel_all(self, timeout_s: float) -> None:
+        """Cancel every group, and wait until their environments are closed."""
+        groups = list(self._groups)
+        for group in groups:
+            group.cancel()
+        if groups:
+            await asyncio.wait(groups, timeout=timeout_s)
 
     async def _run_episode(self, order: GroupOrder, index: int, episode_id: str, generate: Generate) -> Trajectory:
         with self._time_spent.inside(QUEUED):
@@ -213,10 +228,16 @@ class RolloutWorker:
 
     async def start(self, peers: Peers) -> str:
         """Load the tokenizer. Apart from construction, so that its failure reaches the caller as an error, and because
-        Ray warns of handles among the arguments of an actor that it may start again (ray-project/ray#53727)."""
+        Ray warns of handles among the arguments of an actor that it may start again (ray-project/ray#53727).
+
+        A worker that has been started already gets other peers; what it does for the old ones is cancelled."""
         from transformers import AutoTokenizer
 
         settings = self._settings
+        if self._runner is not None:
+            await self._runner.cancel_all(CANCEL_TIMEOUT_S)
+            self._buffer = peers.buffer
+            return settings.name
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)
         pool = EnvPoolClient(peers.pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
         self._buffer, self._eval_policy = peers.buffer, peers.eval_policy

@@ -77,6 +77,7 @@ class LearnerSettings:
     checkpoints_kept: int = 2
     save_optimizer: bool = True
     resume_from: str | None = None  # a checkpoint folder (global_step_N) to go on from
+    publish_first: bool = False  # replicas hold other weights than those that are resumed
     batch_timeout_s: float = 1800.0
     start_timeout_s: float = 600.0
     collective_timeout_s: float = 600.0  # of one collective between ranks
@@ -169,6 +170,20 @@ class LearnerHandle(Beside):
         self._controller: Any = None  # of Ray Train; the ranks die with it
         self._killed = False
 
+    def first_version(self, timeout_s: float) -> int:
+        """With ``settings.publish_first``: the version of the weights that it resumes from, once replicas have them.
+
+        Raises:
+            LearnerError: it ended before, or took longer.
+        """
+        try:
+            return ray.get(self._control.first_version.remote(), timeout=timeout_s)
+        except GetTimeoutError:
+            raise LearnerError(f"it had published nothing after {timeout_s:.0f} s") from None
+        except RayActorError:  # the control actor ends with the learner
+            self._thread.join(CALL_TIMEOUT_S)
+            raise self._error or LearnerError("it ended before it had published anything") from None
+
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the step in progress, without a checkpoint. It is killed if it still runs after ``timeout_s``; at
         once if it has not begun to train.
@@ -177,22 +192,29 @@ class LearnerHandle(Beside):
         """
         if self.done:
             return
+        reason = "it was stopped before it had begun"
         try:
-            reason = "it was stopped before it had begun"
             if ray.get(self._control.stop.remote(), timeout=CALL_TIMEOUT_S):
                 self._thread.join(timeout_s)
                 reason = f"it was killed: it had not stopped after {timeout_s:.0f} s"
-            if self._thread.is_alive():
-                ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError):
             # The control actor ends with the learner, which ended meanwhile, or it has failed.
             pass
-        if self._thread.is_alive():
-            self._kill()
+        self.kill(reason, timeout_s)
+
+    def kill(self, reason: str, timeout_s: float = 30.0) -> None:
+        """End at once, whatever it is at; ``join`` raises ``reason``."""
+        if self.done:
+            return
+        try:
+            ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError):
+            pass  # likewise
+        self._end_controller()
         # What is left of this thread when Ray is shut down takes the whole process along, with exit code 1.
         self._thread.join(timeout_s)
 
-    def _kill(self) -> None:
+    def _end_controller(self) -> None:
         with self._lock:
             self._killed = True
             if self._controller is not None:

@@ -24,6 +24,8 @@ class LearnerControl:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._heeded = False
+        self._published_first = asyncio.Event()
+        self._first_version: int | None = None
         self._announced = asyncio.Condition()
         self._step = -1
         self._decision: Decision | None = None
@@ -38,6 +40,15 @@ class LearnerControl:
         """Returns once ``stop`` was called."""
         self._heeded = True
         await self._stop.wait()
+
+    async def published_first(self, version: int) -> None:
+        self._first_version = version
+        self._published_first.set()
+
+    async def first_version(self) -> int:
+        """The version that a resumed learner's weights got, once replicas have them."""
+        await self._published_first.wait()
+        return self._first_version
 
     async def announce(self, step: int, decision: Decision) -> None:
         """Rank 0's answer for ``step``. A Ray call carries object references; a torch collective would lose them."""

@@ -160,6 +160,8 @@ class Rank:
     def run(self) -> None:
         settings = self._settings
         stopped = False
+        if settings.publish_first:
+            self._publish_first()
         timer = StepTimer()
         while self._step < settings.total_steps:
             with timer("wait_for_batch"):
@@ -339,6 +341,14 @@ class Rank:
         self._version = self._publisher(self._weights, self._step)
         ray.get(self._source.ack.remote(self._step, self._version), timeout=CALL_TIMEOUT_S)
         return dict(self._publisher.last) | {"sync/version": float(self._version)}
+
+    def _publish_first(self) -> None:
+        """The weights that are resumed, under a version of their own, before any batch is asked for."""
+        if self._rank != 0:
+            self._publisher.assist(self._weights)
+            return
+        self._version = self._publisher(self._weights, self._step)
+        ray.get(self._control.published_first.remote(self._version), timeout=CALL_TIMEOUT_S)
 
     # Checkpoints
 

@@ -20,6 +20,11 @@ class Restarts:
         if step > self._furthest:
             self._furthest, self._left = step, self._limit
 
+    @property
+    def untouched(self) -> bool:
+        """Whether none was used since the run has got as far as it is."""
+        return self._left == self._limit > 0
+
     def take(self) -> bool:
         """Use one of them, after a failure. Returns whether there was one."""
         if self._left == 0:

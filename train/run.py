@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.config import ConfigError, RunConfig, load_config, print_help
 from train.failures import OutOfTime, ResumeError, RunFailed, stoppable
@@ -92,15 +92,15 @@ def _save_config(config: RunConfig) -> None:
 def _run_and_restart(
     config: RunConfig, inputs: Inputs, folder: RunFolder, started: float, resume: ResumePoint | None
 ) -> int:
-    """A part that cannot be replaced alone takes all others along: they are ended, and started from the last checkpoint
-    in this process."""
+    """What cannot be mended while the rest of the run lives takes all of it along: it is ended, and started from the
+    last checkpoint in this process."""
     from train.restarts import Restarts
 
     restarts = Restarts(config.max_restarts)
     while True:
         _save_config(config)
         try:
-            return _run(config, inputs, started, resume, restarts)
+            return _run(config, inputs, folder, started, resume, restarts)
         except OutOfTime:
             raise
         except RunFailed as error:
@@ -123,37 +123,72 @@ def _go_back(config: RunConfig, inputs: Inputs, folder: RunFolder, reason: str) 
     return None
 
 
-def _run(config: RunConfig, inputs: Inputs, started: float, resume: ResumePoint | None, restarts: Restarts) -> int:
-    """One life of the run. ``restarts`` is told how far it gets."""
+def _run(
+    config: RunConfig,
+    inputs: Inputs,
+    folder: RunFolder,
+    started: float,
+    resume: ResumePoint | None,
+    restarts: Restarts,
+) -> int:
+    """One life of the run. ``restarts`` is told how far it gets.
+
+    Buffer, Conductor and learner hold what a checkpoint holds: the death of one takes the other two along, and they go
+    back to it while all others live on. If that does not help, it is one of the others that has to go.
+    """
     keep_ray_private()
     if inputs.kept is not None:
         from train.train_only import train_only
 
         return train_only(config, inputs.kept, started, resume, restarts)
-    from train.evaluate import load_results, save_results
     from train.progress import ProgressDisplay
     from train.report import write_report
+    from train.resume import can_resume
     from train.system import System
-    from train.tracking import Tracker
 
     steps = total_steps(config, len(inputs.train_tasks))
-    with (
-        ProgressDisplay(config.name, steps) as progress,
-        Tracker(config) as tracker,
-        System(config, inputs, steps, resume) as system,
-    ):
+    with ProgressDisplay(config.name, steps) as progress, System(config, inputs, steps, resume) as system:
         system.start(progress.update)
         restarts.reached(resume.step if resume else 0)
+        while True:
+            try:
+                history, before, after, facts = _evaluate_and_train(config, system, progress, started, resume, restarts)
+                break
+            except OutOfTime:
+                raise
+            except RunFailed as error:
+                if not (restarts.untouched and system.can_go_back and can_resume(config.run_dir)):
+                    raise
+                restarts.take()
+                reason = str(error)
+            system.end_training_parts()
+            resume = _go_back(config, inputs, folder, reason)
+            system.go_back(resume, progress.update)
+    wall_s = time.monotonic() - started
+    write_report(config.run_dir, history, before, after, facts | {"wall_s": round(wall_s, 1)})
+    return 0
+
+
+def _evaluate_and_train(
+    config: RunConfig,
+    system: System,
+    progress: ProgressDisplay,
+    started: float,
+    resume: ResumePoint | None,
+    restarts: Restarts,
+) -> tuple[list[dict[str, float]], list[EvalResult], list[EvalResult], dict[str, Any]]:
+    """All that a running system is for. Returns what was logged, the evaluations before and after, and the summary."""
+    from train.evaluate import load_results, save_results
+    from train.tracking import Tracker
+
+    with Tracker(config) as tracker:
         before = load_results(config.run_dir / BEFORE) if resume else []
         if config.trainer.eval_before_train and not resume:
             before = evaluate(system, tracker, progress, 0)
             save_results(config.run_dir / BEFORE, before)
         train(system, tracker, progress, restarts, deadline=started + config.run_timeout)
-        after = evaluate(system, tracker, progress, steps) if config.trainer.eval_after_train else []
-        facts = system.summary(before, after)
-    wall_s = time.monotonic() - started
-    write_report(config.run_dir, tracker.history, before, after, facts | {"wall_s": round(wall_s, 1)})
-    return 0
+        after = evaluate(system, tracker, progress, system.steps) if config.trainer.eval_after_train else []
+        return tracker.history, before, after, system.summary(before, after)
 
 
 def keep_ray_private() -> None:

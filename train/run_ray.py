@@ -42,17 +42,18 @@ def start_run_ray(config: RunConfig, num_cpus: float) -> None:
     except Exception as error:  # of any type, down to a bare Exception where its own processes are too slow
         raise RunFailed(f"Ray: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
     catch_signals()
-    _wait_for_names()
+    # Those of this run's last life a cluster ends after their driver.
+    wait_for_names()
 
 
-def _wait_for_names() -> None:
-    """Until the actors of this run's last life are gone, which a cluster ends after their driver.
+def wait_for_names(*names: str) -> None:
+    """Until the run has no actors of these names, or, if none is given, of any.
 
     Raises:
         RunFailed: they do not go.
     """
     deadline = time.monotonic() + NAMES_TIMEOUT_S
-    while names := ray.util.list_named_actors():
+    while names_left := [name for name in ray.util.list_named_actors() if not names or name in names]:
         if time.monotonic() > deadline:
-            raise RunFailed(f"Ray: a run of this name has actors in this cluster: {', '.join(sorted(names))}")
+            raise RunFailed(f"Ray: a run of this name has actors in this cluster: {', '.join(sorted(names_left))}")
         time.sleep(NAMES_POLL_S)

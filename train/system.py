@@ -42,7 +42,7 @@ from train.preflight import Inputs
 from train.publisher import WeightPublisher
 from train.resume import CHECKPOINTS, ResumePoint, task_sampler
 from train.role_metrics import RolloutLoad
-from train.run_ray import LOOPBACK, start_run_ray
+from train.run_ray import LOOPBACK, start_run_ray, wait_for_names
 from train.trajectory_store import StoreSettings, TrajectoryStore
 
 RATE_WINDOW_S = 30.0
@@ -50,19 +50,24 @@ POOL_RESTART_S = 60.0
 END_TIMEOUT_S = 30.0
 PROGRESS_S = 0.5
 EVALS = "evals"  # folder of the run's evaluations
+BUFFER, CONDUCTOR = "replay_buffer", "conductor"  # names of actors
 Report = Callable[[dict[str, Any]], None]
 
 logger = logging.getLogger(__name__)
 
 
 class System:
-    """Everything a run starts. A context manager: leaving it ends every actor, lease, process and file of the run."""
+    """Everything a run starts. A context manager: leaving it ends every actor, lease, process and file of the run.
+
+    Attributes:
+        steps: of the optimiser, in the whole run.
+    """
 
     def __init__(self, config: RunConfig, inputs: Inputs, steps: int, resume: ResumePoint | None = None) -> None:
         self._config = config
         self._resume = resume
         self._inputs = inputs
-        self._steps = steps
+        self.steps = steps
         self._run_dir = config.run_dir.absolute()
         path = Path(config.trainer.policy.model.path)
         # Actors have working directories of their own; a hub name stays a name.
@@ -74,7 +79,7 @@ class System:
         self._learner: LearnerHandle | BatchKeeper | None = None
         self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
         self._eval_upload: EvalUpload | None = None
-        self._sampler = task_sampler(config, inputs.train_tasks)
+        self._orders: list[GroupOrder] = []  # that rollouts begin with
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
         self._leases: dict[str, Any] = {}
@@ -119,9 +124,15 @@ class System:
         # Most of what comes now is imports, a core each: replicas, workers and learner come up side by side.
         self._deploy_policy()
         self._create_workers()
+        self._create_conductor()
+        self._cleanup.callback(self._cancel_evaluation)
+        if self._resume is not None:
+            version, _ = answer(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
+            self._fill_buffer(version)
         if with_learner:
+            self._cleanup.callback(self._end_rollouts, "the run is ending")
             self._start_learner()
-        answer([worker.start.remote(self._peers) for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
+        self._start_workers()
         try:
             for policy in (self._policy, self._eval_policy):
                 if policy is not None:
@@ -151,9 +162,15 @@ class System:
 
     def _start_data_plane(self) -> None:
         """Buffer, weight store and instances: light actors that the heavy ones are given."""
+        self._start_buffer()
+        self._store = WeightStore.options(name=WEIGHT_STORE).remote(str(self._run_dir), secrets.token_hex(4))
+        if self._servers.uses_fleet:
+            self._start_pool()
+
+    def _start_buffer(self) -> None:
         config = self._config
         generator = config.generator
-        self._buffer = ReplayBuffer.options(name="replay_buffer", max_concurrency=1000).remote(
+        self._buffer = ReplayBuffer.options(name=BUFFER, max_concurrency=1000).remote(
             {
                 "batch_size": config.trainer.train_batch_size,
                 "max_staleness": config.buffer.max_staleness,
@@ -163,9 +180,6 @@ class System:
                 "window": config.buffer.window,
             }
         )
-        self._store = WeightStore.options(name=WEIGHT_STORE).remote(str(self._run_dir), secrets.token_hex(4))
-        if self._servers.uses_fleet:
-            self._start_pool()
 
     def _start_pool(self) -> None:
         config = self._config
@@ -203,7 +217,6 @@ class System:
         config = self._config
         generator = config.generator
         per_worker = -(-generator.max_inflight_episodes // generator.num_workers)
-        self._peers = Peers(self._policy, self._pool, self._buffer, self._eval_policy)
         self._workers = [
             RolloutWorker.options(
                 name=worker_name(index),
@@ -228,7 +241,16 @@ class System:
             )
             for index in range(generator.num_workers)
         ]
-        self._conductor = Conductor.options(name="conductor", max_concurrency=100).remote(
+
+    def _create_conductor(self) -> None:
+        """And what it is given: the tasks in their order, and evaluations."""
+        config = self._config
+        generator = config.generator
+        self._peers = Peers(self._policy, self._pool, self._buffer, self._eval_policy)
+        self._sampler = task_sampler(config, self._inputs.train_tasks)
+        if self._resume is not None and (stands := self._resume.buffer["sampler"]) is not None:
+            self._sampler.load_state_dict(stands)
+        self._conductor = Conductor.options(name=CONDUCTOR, max_concurrency=100).remote(
             ConductorSettings(
                 order=self._sampler,
                 n_samples=generator.n_samples_per_prompt,
@@ -236,7 +258,6 @@ class System:
                 # Its episodes may have to wait for places that an evaluation has.
                 group_timeout_s=generator.deadlines.group * (2 if config.trainer.eval_interval else 1),
                 worker_timeout_s=generator.worker_timeout,
-                resumed=tuple(self._resumed_orders()),
             ),
             self._workers,
             self._peers,
@@ -246,34 +267,76 @@ class System:
         )
         if self._resume is not None:
             self._evaluator.resume_at(self._resume.step)
-        self._cleanup.callback(self._evaluator.cancel, "the run is ending")
 
-    def _resumed_orders(self) -> list[GroupOrder]:
-        """Buffer and sampler go on where the checkpoint has them. Returns the groups that were in flight then."""
-        if self._resume is None:
-            return []
+    def _cancel_evaluation(self) -> None:
+        self._evaluator.cancel("the run is ending")
+
+    def _fill_buffer(self, version: int) -> None:
+        """With what the checkpoint has of it, whose weights are now called ``version``. The groups that were in flight
+        are begun anew with the rollouts."""
         state = self._resume.buffer
-        if state["sampler"] is not None:
-            self._sampler.load_state_dict(state["sampler"])
-        version, _ = answer(self._store.latest.remote(), CALL_TIMEOUT_S, "weight store")
         payloads = {ticket: ray.put(group) for ticket, group in self._resume.groups.items()}
         in_flight = answer(self._buffer.resume.remote(state, payloads, version), CALL_TIMEOUT_S, "replay buffer")
         tasks = {task.task_key: task for task in self._inputs.train_tasks}
         sampling = self._training_sampling()
-        return [GroupOrder(tasks[key], ticket, tuple(ids), sampling) for ticket, key, ids in in_flight]
+        self._orders = [GroupOrder(tasks[key], ticket, tuple(ids), sampling) for ticket, key, ids in in_flight]
 
-    def _start_learner(self) -> None:
-        settings = learner_settings(self._config, self._model_path, self._steps)
+    def _start_workers(self) -> None:
+        answer([worker.start.remote(self._peers) for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
+
+    def _start_learner(self, *, publish_first: bool = False) -> None:
+        settings = learner_settings(self._config, self._model_path, self.steps)
         reporter = StepReporter(self._conductor)
         if self._config.debug.rollout_only:
             self._learner = BatchKeeper(settings, self._buffer, self._trajectories, reporter)
         else:
             publisher = WeightPublisher(self._store, self._policy, self._config.trainer.learner.publish_timeout)
             if self._resume is not None:
-                settings = replace(settings, resume_from=str(self._resume.checkpoint))
+                resumed = {"resume_from": str(self._resume.checkpoint), "publish_first": publish_first}
+                settings = replace(settings, **resumed)
             self._learner = LearnerHandle(settings, self._buffer, publisher, reporter)
         self._learner.start()
-        self._cleanup.callback(self._end_rollouts, "the run is ending")
+
+    # -- go back
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether :meth:`go_back` is possible: it is up, has a learner, and is not ending."""
+        return isinstance(self._learner, LearnerHandle) and self._pool_report is None
+
+    def end_training_parts(self) -> None:
+        """Buffer, Conductor and learner, all at once. Then the run's folder may be taken back to a checkpoint."""
+        self._learner.kill("a part of the run has failed")
+        for actor in (self._conductor, self._buffer):
+            ray.kill(actor)
+        wait_for_names(CONDUCTOR, BUFFER, f"{self._config.name}:learner-control")
+
+    def go_back(self, resume: ResumePoint, report: Report) -> None:
+        """Start Buffer, Conductor and learner from a checkpoint: what they hold, it holds. All others stay, above all
+        the engines, which get the checkpoint's weights as a version of their own.
+
+        Raises:
+            RunFailed: one of those that stay has ended, or does not answer.
+        """
+        report({"phase": "going back", "step": resume.step})
+        self._servers.check()
+        self._policy_version()
+        self._resume, self._seen_steps = resume, 0
+        self._load = RolloutLoad()
+        self._sampled.clear()
+        self._start_buffer()
+        self._create_conductor()
+        self._start_learner(publish_first=True)
+        self._start_workers()
+        if self._pool is not None:
+            owners = [self._pool.release_owner.remote(worker_name(index)) for index in range(len(self._workers))]
+            answer(owners, CALL_TIMEOUT_S, "instance pool")
+        learner = self._config.trainer.learner
+        try:
+            version = self._learner.first_version(learner.start_timeout + learner.publish_timeout)
+        except LearnerError as error:
+            raise RunFailed(f"learner: {error}") from None
+        self._fill_buffer(version)
 
     # -- evaluate
 
@@ -300,7 +363,7 @@ class System:
         results = self._evaluator.results()
         snapshot = self._snapshot()
         step = snapshot["trained_steps"]
-        last = step >= self._steps and self._config.trainer.eval_after_train  # which has an evaluation of its own
+        last = step >= self.steps and self._config.trainer.eval_after_train  # which has an evaluation of its own
         if not last and self._evaluator.is_due(step):
             self._begin_beside(step, snapshot["version"])
         return results
@@ -380,7 +443,7 @@ class System:
 
     def start_rollouts(self) -> None:
         """Let the Conductor turn tickets into groups, until :meth:`end_training`."""
-        answer(self._conductor.start_rollouts.remote(), CALL_TIMEOUT_S, "conductor")
+        answer(self._conductor.start_rollouts.remote(self._orders), CALL_TIMEOUT_S, "conductor")
 
     def learner_done(self) -> bool:
         """Whether the last step is over.

@@ -55,10 +55,14 @@ class Run:
         """SIGKILL for it and all it has started, as a machine that fails would."""
         kill_tree(self.process)
 
-    def kill_one(self, name: str) -> None:
-        """SIGKILL for the process it started whose command line begins with ``name``."""
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those it started whose command line begins with ``name``."""
         started = psutil.Process(self.process.pid).children(recursive=True)
-        (one,) = [process for process in started if " ".join(process.cmdline()).startswith(name)]
+        return [process for process in started if " ".join(process.cmdline()).startswith(name)]
+
+    def kill_one(self, name: str) -> None:
+        """SIGKILL for the only one of :meth:`processes`."""
+        (one,) = self.processes(name)
         one.kill()
 
     def leftovers(self, patience_s: float = 15.0) -> list[str]:

@@ -157,7 +157,7 @@ def play(config, monkeypatch, *lives):
     """
     begun, left = [], iter(lives)
 
-    def life(config, inputs, started, point, restarts):
+    def life(config, inputs, folder, started, point, restarts):
         begun.append(None if point is None else point.step)
         end = next(left)(restarts)
         if isinstance(end, Exception):
