@@ -491,9 +491,13 @@ def test_a_learner_that_finds_no_room_is_ended_by_stop(model_path, groups, tmp_p
     while not _learner_processes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    with pytest.raises(LearnerError, match="it had published nothing after 1 s"):
+        run.handle.first_version(1)
     run.handle.stop(1)
     assert run.handle.done
     assert run.fails() == "it was stopped before it had begun"
+    with pytest.raises(LearnerError, match="it was stopped before it had begun"):
+        run.handle.first_version(1)
     assert _learner_leaves_nothing()
 
 

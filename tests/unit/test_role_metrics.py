@@ -174,6 +174,20 @@ async def test_a_cancelled_group_leaves_nothing_that_counts_on():
     assert seconds["close"] > 0.02
 
 
+async def test_a_worker_that_gets_other_peers_cancels_every_group_and_waits_for_its_environments():
+    generator = GeneratorConfig(max_turns=3, deadlines=DeadlinesConfig())
+    settings = WorkerSettings("w", "m", 4096, 4, generator, None, None, True)
+    runner = EpisodeRunner(settings, byte_tokenizer(), Policy(), Pool())
+    task = Task(task_key="t", prompt="Look.", env_key="e")
+    orders = [GroupOrder(task, i, (f"{i}/a", f"{i}/b"), Sampling(max_tokens=99)) for i in range(3)]
+    groups = [asyncio.create_task(runner.run_group(order)) for order in orders]
+    await asyncio.sleep(0.06)
+    await runner.cancel_all(10.0)
+    assert all(group.cancelled() for group in groups)
+    assert runner.phases() == {} and runner._slots._value == 4 and runner.episode_s()["close"] > 0.02
+    assert len((await runner.run_group(orders[0])).trajectories) == 2
+
+
 # -- replicas, and everybody between two steps
 
 
