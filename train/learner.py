@@ -32,6 +32,7 @@ Metrics = dict[str, float]
 CALL_TIMEOUT_S = 60.0
 # Ray Train looks after its workers this often; it bounds how long the end of a run goes unnoticed.
 WATCH_INTERVAL_S = 0.5
+ABORT_TIMEOUT_S = 10.0
 MAX_REASON = 500  # characters of an error that are shown
 _DIED = "worker process has died"  # what Ray says, with half a page around it
 
@@ -186,7 +187,7 @@ class LearnerHandle(Beside):
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the step in progress, without a checkpoint. It is killed if it still runs after ``timeout_s``; at
-        once if it has not begun to train.
+        once if it has not begun to train. Its place in the cluster may stay taken as long as this process is there.
 
         Does not raise for a learner that failed: ``join`` does.
         """
@@ -200,16 +201,33 @@ class LearnerHandle(Beside):
         except (RayActorError, GetTimeoutError):
             # The control actor ends with the learner, which ended meanwhile, or it has failed.
             pass
-        self.kill(reason, timeout_s)
+        self._kill(reason, timeout_s)
 
     def kill(self, reason: str, timeout_s: float = 30.0) -> None:
-        """End at once, whatever it is at; ``join`` raises ``reason``."""
+        """End at once, whatever it is at, and leave its place to another one; ``join`` raises ``reason``."""
         if self.done:
             return
+        self._fail(reason)
+        with self._lock:
+            controller = self._controller
+        if controller is not None:
+            try:
+                # It removes its placement group, which outlives a controller that is killed until the job ends.
+                ray.get(controller.abort.remote(), timeout=ABORT_TIMEOUT_S)
+            except (RayActorError, GetTimeoutError):
+                pass  # it has exited; or it hangs
+        self._kill(reason, timeout_s)
+
+    def _fail(self, reason: str) -> None:
         try:
             ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError):
-            pass  # likewise
+            pass  # as in stop
+
+    def _kill(self, reason: str, timeout_s: float) -> None:
+        if self.done:
+            return
+        self._fail(reason)
         self._end_controller()
         # What is left of this thread when Ray is shut down takes the whole process along, with exit code 1.
         self._thread.join(timeout_s)

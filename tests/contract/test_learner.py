@@ -485,6 +485,19 @@ def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):
     assert _learner_leaves_nothing()
 
 
+def test_a_learner_that_is_killed_leaves_its_place_to_another_one(model_path, groups, tmp_path):
+    place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
+    run = Run(tmp_path / "killed", model_path, _buffer(groups[:GROUPS]), total_steps=9, resources_per_worker=place)
+    run.wait(lambda: run.metrics)
+    run.handle.kill("another one is to come")
+    assert run.handle.done and run.fails() == "another one is to come"
+    assert _learner_leaves_nothing()
+    deadline = time.monotonic() + DEADLINE_S
+    while ray.available_resources().get("CPU", 0) < place["CPU"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_learner_that_finds_no_room_is_ended_by_stop(model_path, groups, tmp_path):
     run = Run(tmp_path / "waiting", model_path, _buffer(groups[:GROUPS]), resources_per_worker={"CPU": 1000.0})
     deadline = time.monotonic() + DEADLINE_S
