@@ -25,7 +25,6 @@ from serve.sampling import Sampling
 TICKET_POLL_S = 5.0
 TICKETS_AT_ONCE = 64  # asked for in one call
 RELEASE_TIMEOUT_S = 20.0  # for a pool that is being started again
-RESTART_TIMEOUT_S = 120.0  # for a worker that is
 STATS_TIMEOUT_S = 2.0  # for a worker to say how far it is
 WATCH_PERIOD_S = 2.0  # between two looks at the workers
 KEPT_LAGS = 10_000  # measurements of all workers, should nobody ask
@@ -59,6 +58,7 @@ class ConductorSettings:
         order: the training tasks in the order they are used, with a ``state_dict``.
         worker_restarts: how often Ray starts each worker again.
         worker_timeout_s: a worker that says nothing for longer hangs: it is killed, and started again as a dead one is.
+        restart_timeout_s: so does one that is started again and not ready by then.
         group_timeout_s: a group that takes longer is abandoned, with all its episodes, as infra-failed.
     """
 
@@ -68,6 +68,7 @@ class ConductorSettings:
     group_timeout_s: float
     worker_restarts: int = MAX_RESTARTS
     worker_timeout_s: float = 60.0
+    restart_timeout_s: float = 120.0
 
 
 @ray.remote(num_cpus=0)
@@ -343,13 +344,25 @@ class Conductor:
         try:
             # The next one has the same name: what is released later could be a lease of its own.
             await self._release_leases(index)
-            await insist(lambda _: self._workers[index].start.remote(self._peers), RESTART_TIMEOUT_S)
+            ready = insist(lambda _: self._workers[index].start.remote(self._peers), self._settings.restart_timeout_s)
+            await asyncio.wait_for(ready, self._settings.restart_timeout_s)
             self._dead.discard(index)
             logger.warning("%s works again", worker_name(index))
-        except (TimeoutError, ray.exceptions.RayError) as error:
+        except TimeoutError:
+            await self._revive_anew(index)
+        except ray.exceptions.RayError as error:
             logger.warning("%s did not come back: %s", worker_name(index), _first_line(error))
         finally:
-            del self._revivals[index]
+            if self._revivals.get(index) is asyncio.current_task():
+                del self._revivals[index]
+
+    async def _revive_anew(self, index: int) -> None:
+        """It hangs while it is made ready: one death more."""
+        timeout_s = self._settings.restart_timeout_s
+        logger.warning("%s is killed: it was not ready after %.0f s", worker_name(index), timeout_s)
+        ray.kill(self._workers[index], no_restart=False)
+        self._dead.discard(index)
+        await self._bury(index, self._deaths[index])
 
     async def _release_leases(self, index: int) -> None:
         name = worker_name(index)

@@ -38,6 +38,7 @@ BLOWS = 12  # in one run, at most
 STEPS_A_BLOW = 5  # of a run, so that it is not over before all blows are struck
 BLOWS_A_MINUTE = 3  # in a run that is shorter than all blows need
 MOMENT_S = 2.0  # the blow comes within so many seconds of the last recovery
+READY_S = 15.0  # what hangs before it is ready has longer to get there than such a run takes
 RECOVERY_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 1800.0
 KEYS = {
@@ -164,8 +165,8 @@ class Run:
             RunLost: it has not.
         """
         before = self._find(kind)
-        self._wait(lambda: bool(self._find(kind)), f"a process of kind {kind}")
-        victim = rng.choice(self._find(kind))
+        self._wait(lambda: bool(self._victims(kind)), f"a process of kind {kind}")
+        victim = rng.choice(self._victims(kind))
         self.life.note(f"=== {kind} is struck: process {victim.pid}\n")
         struck, trained = time.monotonic(), self.life.newest
         if kind == "driver":
@@ -198,6 +199,10 @@ class Run:
     def _lost(self, reason: str) -> RunLost:
         return RunLost(f"{reason}:\n{''.join(self.life.lines[-30:])}")
 
+    def _victims(self, kind: str) -> list[psutil.Process]:
+        hangs = VICTIMS[kind].blow is signal.SIGSTOP
+        return [process for process in self._find(kind) if not hangs or _age_s(process) > READY_S]
+
     def _find(self, kind: str) -> list[psutil.Process]:
         if kind == "driver":
             return [psutil.Process(self.life.process.pid)]
@@ -218,6 +223,13 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _age_s(process: psutil.Process) -> float:
+    try:
+        return time.time() - process.create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def _children(pid: int) -> list[psutil.Process]:

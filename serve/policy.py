@@ -443,17 +443,9 @@ class PolicyClient:
         # The answer of the dead does not say who they were; perhaps no member.
         return not set(members) <= {member.replica for member in self.roll_call()}
 
-    def wait_for(self, version: int, timeout_s: float) -> None:
-        """Until some replica holds ``version`` or a newer one: after a failed update, one that was replaced.
-
-        Raises:
-            PolicyUpdateError: none did in time.
-        """
-        deadline = time.monotonic() + timeout_s
-        while max((member.version for member in self.roll_call()), default=-1) < version:
-            if time.monotonic() > deadline:
-                raise PolicyUpdateError(f"no replica held version {version} within {timeout_s:g} s")
-            time.sleep(STATUS_POLL_S)
+    def holds(self, version: int) -> bool:
+        """Whether some replica has ``version`` or a newer one."""
+        return any(member.version >= version for member in self.roll_call())
 
     def versions(self, timeout_s: float = 60.0) -> list[int]:
         """The version of each replica."""

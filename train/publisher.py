@@ -37,6 +37,7 @@ from train.learner import NamedWeights
 from train.role_metrics import ReplicaLoad
 
 JOIN_TIMEOUT_S = 30.0
+HELD_POLL_S = 0.2
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,10 @@ class WeightPublisher:
                 sending.abort()  # nobody knows where in the broadcast the others are
             # Whatever became of the engines: those that join, and those that replace the failed, wait for it.
             delivery = sending.deliver(version, sums)
-            if not done:
+            while not done:
                 delivery.result(self._timeout_s)
-                self._policy.wait_for(version, self._timeout_s)
+                if not (done := self._wait_until_held(version)):
+                    delivery = sending.deliver(version, sums)
         self.last |= {"sync/pack_s": packed - begun, "sync/update_s": time.monotonic() - packed}
         return version
 
@@ -138,10 +140,23 @@ class WeightPublisher:
         """Returns once a replica holds ``version``; false: the store has died before, and the snapshot with it."""
         if self._perform(lambda: self._policy.update(version, self._timeout_s)):
             return True
-        stored, _ = ray.get(self._store.latest.remote(), timeout=self._timeout_s)
-        if stored < version:
-            return False
-        self._policy.wait_for(version, self._timeout_s)
+        return self._wait_until_held(version)
+
+    def _wait_until_held(self, version: int) -> bool:
+        """After a failed update: until a replica that was replaced holds ``version``, which it gets from the store.
+        False: the store has died, and the snapshot with it.
+
+        Raises:
+            PolicyUpdateError: no replica did in time.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while not self._policy.holds(version):
+            stored, _ = ray.get(self._store.latest.remote(), timeout=self._timeout_s)
+            if stored < version:
+                return False
+            if time.monotonic() > deadline:
+                raise PolicyUpdateError(f"no replica held version {version} within {self._timeout_s:g} s")
+            time.sleep(HELD_POLL_S)
         return True
 
     def _perform(self, update: Callable[[], list[dict[str, Any]]]) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,24 +18,34 @@ from actors.rollout_worker import GroupOrder, Peers
 from actors.task import parse_task
 from actors.trajectory import Group, InfraFailed
 from actors.weight_store import ACTOR_NAME, PinnedWeights, SnapshotLost, WeightStore
+from serve.policy import PolicyUpdateError
 from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from serve.weight_transfer import pack_weights
 from train.data.sampler import TaskSampler
+from train.publisher import WeightPublisher
 
 TIMEOUT_S = 2.0
+RESTART_TIMEOUT_S = 15.0
 TASK = parse_task({"task_key": "t", "prompt": "p", "env_key": "tracker"}, "test")
 
 
-@ray.remote(num_cpus=0, max_restarts=1)
+@ray.remote(num_cpus=0, max_restarts=5)
 class Worker:
     """What the Conductor needs of a RolloutWorker. A group takes as long as its task's prompt says, and blocks the
     whole process where that is negative."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: Path) -> None:
+        self._starts = starts  # of process ids; beside a file with the suffix .hang the next start hangs
         self._started = False
 
     async def start(self, peers: Peers) -> int:
+        with self._starts.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        hang = self._starts.with_suffix(".hang")
+        if hang.exists():
+            hang.unlink()
+            time.sleep(60)
         self._started = True
         return os.getpid()
 
@@ -61,13 +72,19 @@ def cluster():
 
 
 @pytest.fixture
-def worker(cluster):
-    return Worker.options(max_concurrency=10).remote()
+def starts(tmp_path):
+    return tmp_path / "starts"
+
+
+@pytest.fixture
+def worker(cluster, starts):
+    return Worker.options(max_concurrency=10).remote(starts)
 
 
 @pytest.fixture
 def evaluate(worker):
-    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0, worker_timeout_s=TIMEOUT_S)
+    timeouts = {"worker_timeout_s": TIMEOUT_S, "restart_timeout_s": RESTART_TIMEOUT_S}
+    settings = ConductorSettings(TaskSampler([TASK], seed=0), 1, Sampling(), 60.0, worker_restarts=5, **timeouts)
     conductor = Conductor.options(max_concurrency=10).remote(settings, [worker], Peers(None, None, None))
 
     def evaluate(seconds):
@@ -88,6 +105,18 @@ def test_a_worker_that_hangs_loses_its_groups_and_works_again(worker, evaluate):
     (trajectory,) = group.trajectories
     assert isinstance(trajectory.outcome, InfraFailed) and "actor" in trajectory.outcome.reason
     assert ray.get(evaluate(0), timeout=30)[0].trajectories == []
+
+
+def test_a_worker_that_hangs_while_it_is_started_again_is_killed_once_more(worker, evaluate, starts):
+    first = ray.get(worker.start.remote(None), timeout=30)
+    ray.wait([call := evaluate(30)], timeout=1.0)
+    starts.with_suffix(".hang").touch()
+    os.kill(first, signal.SIGKILL)
+    ray.get(call, timeout=30)
+    (group,) = ray.get(evaluate(0), timeout=120)
+    assert group.trajectories == []
+    pids = [int(line) for line in starts.read_text().split()]
+    assert len(set(pids)) == len(pids) >= 3 and not psutil.pid_exists(pids[1])
 
 
 def test_a_worker_that_is_busy_for_less_is_left_alone(worker, evaluate):
@@ -120,6 +149,44 @@ def test_a_watch_that_has_ended_is_said_so(cluster):
 
 def weights(value):
     return pack_weights({"weight": torch.full((2, 3), float(value))})
+
+
+class Weights:
+    """The learner's, for a publisher."""
+
+    def metadata(self):
+        return [("weight", torch.float32, (2, 3))]
+
+    def __iter__(self):
+        yield "weight", torch.ones(2, 3)
+
+
+class LosesItsReplica:
+    """A policy whose only replica dies in the first update; the store dies before the next replica has asked it."""
+
+    route, check_weights = "snapshot", "sample"
+
+    def __init__(self) -> None:
+        self.updates = []
+
+    def update(self, version, timeout_s):
+        self.updates.append(version)
+        if len(self.updates) == 1:
+            raise PolicyUpdateError("the replica died")
+        return [{"replica": "next", "seconds": {}, "time_spent": {}, "loop_lag": []}]
+
+    def holds(self, version):
+        if len(self.updates) == 1:
+            kill_newest_store()
+        return False
+
+
+def test_weights_whose_replica_and_store_died_are_published_again(cluster, tmp_path):
+    store, policy = WeightStore.remote(str(tmp_path), "life"), LosesItsReplica()
+    publish = WeightPublisher(store, policy, timeout_s=30)
+    assert publish(Weights(), 1) == 2 and policy.updates == [1, 2]
+    version, snapshot = get(store.latest.remote())
+    assert version == 2 and bytes(get(snapshot)) == bytes(weights(1))
 
 
 def get(call):
