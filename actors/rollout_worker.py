@@ -225,25 +225,29 @@ class RolloutWorker:
         self._runner: EpisodeRunner | None = None
         self._generating = Coalescer(self._send_notes)
         self._loop_lag = LoopLag()
+        self._starting = asyncio.Lock()
 
     async def start(self, peers: Peers) -> str:
         """Load the tokenizer. Apart from construction, so that its failure reaches the caller as an error, and because
         Ray warns of handles among the arguments of an actor that it may start again (ray-project/ray#53727).
 
         A worker that has been started already gets other peers; what it does for the old ones is cancelled."""
+        async with self._starting:
+            if self._runner is None:
+                await self._make_runner(peers)
+            else:
+                await self._runner.cancel_all(CANCEL_TIMEOUT_S)
+            self._buffer, self._eval_policy = peers.buffer, peers.eval_policy
+        return self._settings.name
+
+    async def _make_runner(self, peers: Peers) -> None:
         from transformers import AutoTokenizer
 
         settings = self._settings
-        if self._runner is not None:
-            await self._runner.cancel_all(CANCEL_TIMEOUT_S)
-            self._buffer = peers.buffer
-            return settings.name
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)
         pool = EnvPoolClient(peers.pool, api_key=settings.api_key, base_url=settings.base_url, owner=settings.name)
-        self._buffer, self._eval_policy = peers.buffer, peers.eval_policy
         self._runner = EpisodeRunner(settings, tokenizer, peers.policy, pool)
         search_seldom()
-        return settings.name
 
     @ray.method(num_returns=2)
     async def run_group(self, order: GroupOrder) -> tuple[GroupHeader, Group]:

@@ -158,6 +158,10 @@ class WeightStore:
         if self._ledger.delivered:
             self._arrived.set()
 
+    async def version(self) -> int:
+        """The newest version, whether its snapshot is here or not."""
+        return self._ledger.version
+
     async def latest(self, wait: bool = False) -> tuple[int, ray.ObjectRef | None]:
         """The newest snapshot and its version; see :meth:`WeightLedger.latest`.
 

@@ -38,7 +38,7 @@ BLOWS = 12  # in one run, at most
 STEPS_A_BLOW = 5  # of a run, so that it is not over before all blows are struck
 BLOWS_A_MINUTE = 3  # in a run that is shorter than all blows need
 MOMENT_S = 2.0  # the blow comes within so many seconds of the last recovery
-READY_S = 15.0  # what hangs before it is ready has longer to get there than such a run takes
+READY_S = 15.0  # only what is older is stopped: a worker has two minutes to get ready, longer than such a run takes
 RECOVERY_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 1800.0
 KEYS = {
@@ -165,8 +165,9 @@ class Run:
             RunLost: it has not.
         """
         before = self._find(kind)
-        self._wait(lambda: bool(self._victims(kind)), f"a process of kind {kind}")
-        victim = rng.choice(self._victims(kind))
+        victims: list[psutil.Process] = []
+        self._wait(lambda: bool(victims.extend(self._victims(kind)) or victims), f"a process of kind {kind}")
+        victim = rng.choice(victims)
         self.life.note(f"=== {kind} is struck: process {victim.pid}\n")
         struck, trained = time.monotonic(), self.life.newest
         if kind == "driver":

@@ -7,11 +7,12 @@ killed, all its processes at one moment, started again with ``--resume true``, k
 finishes. Afterwards nothing may tell the two apart: steps, metrics of batches and optimiser, every trajectory token for
 token, tickets, and bit by bit the weights and the optimiser's state of the last checkpoint.
 
-The moments are drawn before anything starts: spread evenly over the run, each a chance time after some step, except
-that of every five one is aimed at a run that is starting, one at a checkpoint being written, and one at the first
-fifth of a second after a checkpoint. ``kills`` counts what the run's files show it was at: starting (no rollout yet),
-a checkpoint (half a one is there), rollout (leases are out, or the version for it is published), or else training.
-In a synchronous run the next rollouts begin beside a checkpoint; that counts as checkpoint.
+The moments are drawn before anything starts, spread evenly over the run. Of every five, in an order by chance, one lies
+in the start of a run, one in the next training of a batch after some step, one in the next checkpoint being written,
+one in the fifth of a second after a checkpoint, and one anywhere in a step. ``kills`` counts what the run's files show
+it was at: starting (no rollout yet), checkpoint (half a one is there), rollout (leases are out, or the weights for it
+are published), or else training. In a synchronous run the next rollouts begin beside a checkpoint; that counts as
+checkpoint.
 
 ``resume_s``: from a kill until the run said that it had trained a further step, in all lives that came so far. One JSON
 line last; exit code 1 if anything differs, and then the runs stay where the last line but one says.
@@ -35,7 +36,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 
@@ -46,9 +47,14 @@ from benchmarks.run_difference import differences, training_rows
 from train import checkpoint
 from train.resume import CHECKPOINTS, SUMMARY
 
-Aim = Literal["starting", "checkpoint", "after_checkpoint", "step"]
+Aim = Literal["starting", "training", "checkpoint", "after_checkpoint", "step"]
 
-AIMS: tuple[Aim, ...] = ("starting", "checkpoint", "after_checkpoint", "step", "step")
+AIMS: tuple[Aim, ...] = get_args(Aim)
+TIMES = {  # the parts of a step that is followed by a checkpoint, by what they are here
+    "training": ("forward_backward", "optimizer", "publish"),
+    "checkpoint": ("checkpoint",),
+    "step": ("step",),
+}
 PHASES = ("starting", "rollout", "training", "checkpoint")
 STEPS_A_POINT = 2  # at least: a life is a step or two further when it is killed than was drawn
 LAST_STEPS = 6  # no kill is drawn so close to the end
@@ -90,13 +96,20 @@ class Point:
 class Pace:
     """How long things take in an undisturbed run, in seconds."""
 
-    start_s: float
-    step_s: float
-    checkpoint_s: float
+    starting: float
+    training: float
+    checkpoint: float
+    step: float
+    after_checkpoint: float = AFTER_CHECKPOINT_S
 
-    def seconds(self, aim: Aim) -> float:
-        times = {"starting": self.start_s, "checkpoint": self.checkpoint_s, "after_checkpoint": AFTER_CHECKPOINT_S}
-        return times.get(aim, self.step_s)
+    @classmethod
+    def of(cls, run: LivesOfARun) -> Pace:
+        """That of a run that has ended, medians of its steps."""
+        rows = [row for row in training_rows(run.folder) if "timing/checkpoint" in row]
+        seconds = {
+            name: [sum(row[f"timing/{part}"] for part in parts) for row in rows] for name, parts in TIMES.items()
+        }
+        return cls(starting=run.start_s or 0.0, **{name: statistics.median(found) for name, found in seconds.items()})
 
 
 @dataclass(frozen=True)
@@ -140,7 +153,7 @@ class LivesOfARun:
     @property
     def start_s(self) -> float | None:
         """Seconds of this life until its rollouts had begun; ``None``: they have not."""
-        began = min(self._life.steps.values(), default=None)
+        began = min(list(self._life.steps.values()), default=None)  # another thread adds to them
         return None if began is None else began - self._began
 
     @property
@@ -158,12 +171,15 @@ class LivesOfARun:
         if point.aim != "starting":
             step = max(point.step, self._checkpoint + 1)
             self._wait(lambda: self._life.newest >= step, f"step {step}")
-        if point.aim == "checkpoint":
+        if point.aim == "training":
+            self._wait(lambda: phase_of(self.folder, self._began_at) == "rollout", "a rollout")
+            self._wait(lambda: phase_of(self.folder, self._began_at) == "training", "the training of a batch")
+        elif point.aim == "checkpoint":
             self._wait(lambda: writes_checkpoint(self.folder, self._began_at), "a checkpoint")
         elif point.aim == "after_checkpoint":
             done = checkpoint.latest_complete(self.folder / CHECKPOINTS)
             self._wait(lambda: checkpoint.latest_complete(self.folder / CHECKPOINTS) != done, "the next checkpoint")
-        time.sleep(point.fraction * pace.seconds(point.aim))
+        time.sleep(point.fraction * getattr(pace, point.aim))
 
     def kill(self) -> Kill:
         """SIGKILL for all of this life; then the next one begins.
@@ -288,12 +304,7 @@ def undisturbed(out: Path, keys: Mapping[str, Any]) -> tuple[Path, Pace]:
     """The run that the other one is compared with, and its pace."""
     with LivesOfARun("undisturbed", out, keys) as run:
         run.finish()
-        start_s = run.start_s or 0.0
-    rows = training_rows(run.folder)
-    step_s, checkpoint_s = (
-        statistics.median([row[name] for row in rows if name in row]) for name in ("timing/step", "timing/checkpoint")
-    )
-    return run.folder, Pace(start_s, step_s, checkpoint_s)
+    return run.folder, Pace.of(run)
 
 
 def killed(out: Path, keys: Mapping[str, Any], points: list[Point], pace: Pace) -> tuple[Path, list[Kill], list[float]]:
@@ -330,8 +341,8 @@ def compare(args: argparse.Namespace, out: Path) -> bool:
     begun = time.monotonic()
     keys = KEYS | {"trainer.max_steps": args.steps}
     reference, pace = undisturbed(out, keys)
-    times = f"{pace.start_s:.1f} s to start, {pace.step_s:.2f} s a step, {pace.checkpoint_s:.2f} s a checkpoint"
-    print(f"undisturbed: {args.steps} steps, {times}", flush=True)
+    times = {name: round(seconds, 2) for name, seconds in vars(pace).items()}
+    print(f"undisturbed: {args.steps} steps; seconds: {times}", flush=True)
     points = draw(args.points, args.steps, random.Random(args.seed))
     folder, kills, resumed_s = killed(out, keys, points, pace)
     found = differences(reference, folder, args.steps)

@@ -21,8 +21,9 @@ from train.resume import CHECKPOINTS, METRICS, STEP
 
 Row = dict[str, Any]
 
-# Of metrics: those that batch and optimiser step decide, and nothing else.
+# Of metrics: those that batch and optimiser step decide, and nothing else; of these, rates are left out.
 METRIC_PREFIXES = ("environment/", "generate/", "loss/", "mismatch/", "policy/", "reward/", "staleness/")
+RATE = "_per_s"
 COLUMNS = {
     "data_order": ("task_key", "env_key", "sample_index"),
     "tickets": ("group_id", "trajectory_id"),
@@ -103,7 +104,7 @@ def _metric_differences(one: Path, other: Path) -> list[str]:
 
 
 def _decided(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name.startswith(METRIC_PREFIXES)}
+    return {name: value for name, value in row.items() if name.startswith(METRIC_PREFIXES) and not name.endswith(RATE)}
 
 
 def _buffer_differences(one: Path, other: Path) -> list[str]:

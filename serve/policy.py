@@ -419,7 +419,7 @@ class PolicyClient:
             if not sent and not given_up and self._lost(answer, update.members):
                 given_up = True
                 collective.abort()
-                self._abandon(update.version)
+                self.abandon(update.version, "a replica failed")
         if running is not None and not given_up:
             results += _outcome(running, collective, timeout_s)
         meant = [result for result in results if isinstance(result, Exception) or result["member"]]
@@ -429,9 +429,10 @@ class PolicyClient:
             raise PolicyUpdateError(f"update to version {update.version}: no answer from {', '.join(sorted(missing))}")
         return meant
 
-    def _abandon(self, version: int) -> None:
-        """End the engines that wait for an update that will not come. One that does not answer is ended by Serve."""
-        for _ in self._replicas.answers("abandon_update", version, "a replica failed", timeout_s=ROLL_CALL_TIMEOUT_S):
+    def abandon(self, version: int, reason: str) -> None:
+        """End the engines that wait for an update, ``version`` at most, that will not come. One that does not answer is
+        ended by Serve."""
+        for _ in self._replicas.answers("abandon_update", version, reason, timeout_s=ROLL_CALL_TIMEOUT_S):
             pass
 
     def _lost(self, answer: Any, members: Sequence[str]) -> bool:

@@ -32,7 +32,7 @@ Metrics = dict[str, float]
 CALL_TIMEOUT_S = 60.0
 # Ray Train looks after its workers this often; it bounds how long the end of a run goes unnoticed.
 WATCH_INTERVAL_S = 0.5
-ABORT_TIMEOUT_S = 10.0
+ABORT_TIMEOUT_S = 30.0
 MAX_REASON = 500  # characters of an error that are shown
 _DIED = "worker process has died"  # what Ray says, with half a page around it
 
@@ -134,6 +134,9 @@ class Publisher(Protocol):
     def assist(self, weights: NamedWeights) -> None:
         """In every other rank, at the same time: iterate over ``weights`` where rank 0 does."""
 
+    def settle(self) -> None:
+        """In rank 0: return once whoever asks the weight store gets the last version."""
+
     def close(self) -> None:
         """In rank 0, after the last step."""
 
@@ -170,6 +173,9 @@ class LearnerHandle(Beside):
         self._lock = threading.Lock()  # of the two that follow
         self._controller: Any = None  # of Ray Train; the ranks die with it
         self._killed = False
+        self._lost_controller = False
+        # Asked for now: the control actor ends with the learner, its answer does not.
+        self._first_version = self._control.first_version.remote() if settings.publish_first else None
 
     def first_version(self, timeout_s: float) -> int:
         """With ``settings.publish_first``: the version of the weights that it resumes from, once replicas have them.
@@ -178,7 +184,7 @@ class LearnerHandle(Beside):
             LearnerError: it ended before, or took longer.
         """
         try:
-            return ray.get(self._control.first_version.remote(), timeout=timeout_s)
+            return ray.get(self._first_version, timeout=timeout_s)
         except GetTimeoutError:
             raise LearnerError(f"it had published nothing after {timeout_s:.0f} s") from None
         except RayActorError:  # the control actor ends with the learner
@@ -187,7 +193,7 @@ class LearnerHandle(Beside):
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End after the step in progress, without a checkpoint. It is killed if it still runs after ``timeout_s``; at
-        once if it has not begun to train. Its place in the cluster may stay taken as long as this process is there.
+        once if it has not begun to train. Its place in the cluster may stay taken until ``ray.shutdown``.
 
         Does not raise for a learner that failed: ``join`` does.
         """
@@ -203,26 +209,21 @@ class LearnerHandle(Beside):
             pass
         self._kill(reason, timeout_s)
 
-    def kill(self, reason: str, timeout_s: float = 30.0) -> None:
-        """End at once, whatever it is at, and leave its place to another one; ``join`` raises ``reason``."""
+    def kill(self, reason: str, timeout_s: float = 30.0) -> bool:
+        """End at once, whatever it is at; ``join`` raises ``reason``.
+
+        Returns:
+            Whether its place is free for another one. Else it stays taken until ``ray.shutdown``.
+        """
         if self.done:
-            return
-        self._fail(reason)
+            return not self._lost_controller
         with self._lock:
             controller = self._controller
-        if controller is not None:
-            try:
-                # It removes its placement group, which outlives a controller that is killed until the job ends.
-                ray.get(controller.abort.remote(), timeout=ABORT_TIMEOUT_S)
-            except (RayActorError, GetTimeoutError):
-                pass  # it has exited; or it hangs
-        self._kill(reason, timeout_s)
-
-    def _fail(self, reason: str) -> None:
-        try:
-            ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
-        except (RayActorError, GetTimeoutError):
-            pass  # as in stop
+        self._fail(reason)
+        left = controller is None or _has_aborted(controller)
+        self._end_controller()
+        self._thread.join(timeout_s)
+        return left and self.done
 
     def _kill(self, reason: str, timeout_s: float) -> None:
         if self.done:
@@ -231,6 +232,12 @@ class LearnerHandle(Beside):
         self._end_controller()
         # What is left of this thread when Ray is shut down takes the whole process along, with exit code 1.
         self._thread.join(timeout_s)
+
+    def _fail(self, reason: str) -> None:
+        try:
+            ray.get(self._control.fail.remote(reason), timeout=CALL_TIMEOUT_S)
+        except (RayActorError, GetTimeoutError):
+            pass  # as in stop
 
     def _end_controller(self) -> None:
         with self._lock:
@@ -248,6 +255,7 @@ class LearnerHandle(Beside):
         try:
             _fit(self._job, self._keep)
         except Exception as error:  # raised again by join, in the caller's thread
+            self._lost_controller = isinstance(error, RayActorError)
             self._error = LearnerError(self._first_failure() or one_line(error))
         finally:
             with self._lock:
@@ -262,6 +270,17 @@ class LearnerHandle(Beside):
             return ray.get(self._control.failure.remote(), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError):
             return None
+
+
+def _has_aborted(controller: Any) -> bool:
+    """Whether Ray Train's controller ended in order. Its placement group outlives one that is killed."""
+    try:
+        ray.get(controller.abort.remote(), timeout=ABORT_TIMEOUT_S)
+    except RayActorError:  # it has exited
+        return True
+    except GetTimeoutError:  # it is busy bringing the ranks up, or hangs
+        return False
+    return True
 
 
 def run_learner(settings: LearnerSettings, source: Any, publisher: Publisher, on_step: StepReport) -> None:

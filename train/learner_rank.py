@@ -348,6 +348,7 @@ class Rank:
             self._publisher.assist(self._weights)
             return
         self._version = self._publisher(self._weights, self._step)
+        self._publisher.settle()
         ray.get(self._control.published_first.remote(self._version), timeout=CALL_TIMEOUT_S)
 
     # Checkpoints

@@ -94,8 +94,18 @@ class WeightPublisher:
             for _ in weights:
                 pass
 
+    def settle(self) -> None:
+        """Wait until the last snapshot is in the weight store, where replicas that start later, and evaluations with
+        replicas of their own, find it.
+
+        Raises:
+            TimeoutError: it did not get there in time.
+        """
+        if self._sending is not None:
+            self._sending.settle(self._timeout_s)
+
     def close(self) -> None:
-        """Wait until the last snapshot is in the weight store, where replicas that start later find it."""
+        """As :meth:`settle`, but never raises; then leave the broadcast group."""
         if self._sending is not None:
             self._sending.close(self._timeout_s)
 
@@ -319,10 +329,13 @@ class _Sending:
             self._copied.set()
         ray.get(self._store.deliver.remote(version, [ray.put(snapshot)]), timeout=self._timeout_s)
 
+    def settle(self, timeout_s: float) -> None:
+        if self._delivery is not None:
+            self._delivery.result(timeout_s)
+
     def close(self, timeout_s: float) -> None:
         try:
-            if self._delivery is not None:
-                self._delivery.result(timeout_s)
+            self.settle(timeout_s)
         except Exception as error:  # the engines have the weights, and no training depends on it any more
             logger.warning("the last snapshot did not reach the weight store: %s", error)
         self.abort()

@@ -107,10 +107,10 @@ def _run_and_restart(
             if not restarts.take():
                 raise
             reason = str(error)
-        resume = _go_back(config, inputs, folder, reason)
+        resume = _take_back(config, inputs, folder, reason)
 
 
-def _go_back(config: RunConfig, inputs: Inputs, folder: RunFolder, reason: str) -> ResumePoint | None:
+def _take_back(config: RunConfig, inputs: Inputs, folder: RunFolder, reason: str) -> ResumePoint | None:
     """The run's folder as it was at its last checkpoint, or empty where there is none yet."""
     from train.resume import can_resume, prepare
 
@@ -145,50 +145,58 @@ def _run(
     from train.report import write_report
     from train.resume import can_resume
     from train.system import System
+    from train.tracking import Tracker
 
     steps = total_steps(config, len(inputs.train_tasks))
-    with ProgressDisplay(config.name, steps) as progress, System(config, inputs, steps, resume) as system:
+    deadline = started + config.run_timeout
+    with (
+        ProgressDisplay(config.name, steps) as progress,
+        Tracker(config) as tracker,
+        System(config, inputs, steps, resume) as system,
+    ):
         system.start(progress.update)
         restarts.reached(resume.step if resume else 0)
         while True:
             try:
-                history, before, after, facts = _evaluate_and_train(config, system, progress, started, resume, restarts)
+                before, after, facts = _evaluate_and_train(
+                    config, system, tracker, progress, deadline, resume, restarts
+                )
                 break
             except OutOfTime:
                 raise
             except RunFailed as error:
                 if not (restarts.untouched and system.can_go_back and can_resume(config.run_dir)):
                     raise
-                restarts.take()
                 reason = str(error)
             system.end_training_parts()
-            resume = _go_back(config, inputs, folder, reason)
-            system.go_back(resume, progress.update)
+            resume = _take_back(config, inputs, folder, reason)
+            tracker.reopen()
+            system.go_back(resume, progress.update, deadline)
+            restarts.take()
     wall_s = time.monotonic() - started
-    write_report(config.run_dir, history, before, after, facts | {"wall_s": round(wall_s, 1)})
+    write_report(config.run_dir, tracker.history, before, after, facts | {"wall_s": round(wall_s, 1)})
     return 0
 
 
 def _evaluate_and_train(
     config: RunConfig,
     system: System,
+    tracker: Tracker,
     progress: ProgressDisplay,
-    started: float,
+    deadline: float,
     resume: ResumePoint | None,
     restarts: Restarts,
-) -> tuple[list[dict[str, float]], list[EvalResult], list[EvalResult], dict[str, Any]]:
-    """All that a running system is for. Returns what was logged, the evaluations before and after, and the summary."""
+) -> tuple[list[EvalResult], list[EvalResult], dict[str, Any]]:
+    """All that a running system is for. Returns the evaluations before and after, and the summary."""
     from train.evaluate import load_results, save_results
-    from train.tracking import Tracker
 
-    with Tracker(config) as tracker:
-        before = load_results(config.run_dir / BEFORE) if resume else []
-        if config.trainer.eval_before_train and not resume:
-            before = evaluate(system, tracker, progress, 0)
-            save_results(config.run_dir / BEFORE, before)
-        train(system, tracker, progress, restarts, deadline=started + config.run_timeout)
-        after = evaluate(system, tracker, progress, system.steps) if config.trainer.eval_after_train else []
-        return tracker.history, before, after, system.summary(before, after)
+    before = load_results(config.run_dir / BEFORE) if resume else []
+    if config.trainer.eval_before_train and not resume:
+        before = evaluate(system, tracker, progress, 0)
+        save_results(config.run_dir / BEFORE, before)
+    train(system, tracker, progress, restarts, deadline)
+    after = evaluate(system, tracker, progress, system.steps) if config.trainer.eval_after_train else []
+    return before, after, system.summary(before, after)
 
 
 def keep_ray_private() -> None:

@@ -284,6 +284,12 @@ class System:
     def _start_workers(self) -> None:
         answer([worker.start.remote(self._peers) for worker in self._workers], CALL_TIMEOUT_S * 2, "rollout workers")
 
+    def _redirect_workers(self) -> None:
+        """To the present buffer. One that is dead, or being started again, is the Conductor's to look after."""
+        calls = [worker.start.remote(self._peers) for worker in self._workers]
+        if not any([answer_if_any(call, CALL_TIMEOUT_S) for call in calls]):
+            raise RunFailed("rollout workers: none answers")
+
     def _start_learner(self, *, publish_first: bool = False) -> None:
         settings = learner_settings(self._config, self._model_path, self.steps)
         reporter = StepReporter(self._conductor)
@@ -305,35 +311,46 @@ class System:
         return isinstance(self._learner, LearnerHandle) and self._pool_report is None
 
     def end_training_parts(self) -> None:
-        """Buffer, Conductor and learner, all at once. Then the run's folder may be taken back to a checkpoint."""
-        self._learner.kill("a part of the run has failed")
+        """Buffer, Conductor and learner, all at once. Then the run's folder may be taken back to a checkpoint.
+
+        Raises:
+            RunFailed: there would be no room for the next ones.
+        """
+        if not self._learner.kill("a part of the run has failed"):
+            raise RunFailed("learner: what it had of the cluster is not free")
         for actor in (self._conductor, self._buffer):
             ray.kill(actor)
         wait_for_names(CONDUCTOR, BUFFER, f"{self._config.name}:learner-control")
 
-    def go_back(self, resume: ResumePoint, report: Report) -> None:
+    def go_back(self, resume: ResumePoint, report: Report, deadline: float) -> None:
         """Start Buffer, Conductor and learner from a checkpoint: what they hold, it holds. All others stay, above all
         the engines, which get the checkpoint's weights as a version of their own.
 
+        Args:
+            deadline: of the learner's start, monotonic.
+
         Raises:
-            RunFailed: one of those that stay has ended, or does not answer.
+            RunFailed: one of those that stay has ended, or does not answer; or the learner does not come.
         """
         report({"phase": "going back", "step": resume.step})
         self._servers.check()
         self._policy_version()
+        version = answer(self._store.version.remote(), CALL_TIMEOUT_S, "weight store")
+        self._policy.abandon(version, "the learner is gone")
         self._resume, self._seen_steps = resume, 0
         self._load = RolloutLoad()
         self._sampled.clear()
         self._start_buffer()
         self._create_conductor()
         self._start_learner(publish_first=True)
-        self._start_workers()
+        self._redirect_workers()
         if self._pool is not None:
             owners = [self._pool.release_owner.remote(worker_name(index)) for index in range(len(self._workers))]
             answer(owners, CALL_TIMEOUT_S, "instance pool")
         learner = self._config.trainer.learner
         try:
-            version = self._learner.first_version(learner.start_timeout + learner.publish_timeout)
+            longest_s = learner.start_timeout + learner.publish_timeout
+            version = self._learner.first_version(min(longest_s, max(0.0, deadline - time.monotonic())))
         except LearnerError as error:
             raise RunFailed(f"learner: {error}") from None
         self._fill_buffer(version)

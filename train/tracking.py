@@ -75,11 +75,15 @@ class Tracker:
 
     def __init__(self, config: RunConfig) -> None:
         self.unknown: set[str] = set()
-        run_dir = config.run_dir
+        self._config = config
+        self._ray = RayMetrics(config.name)
+        self._open()
+
+    def _open(self) -> None:
+        config, run_dir = self._config, self._config.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.history = _recorded(run_dir / METRICS)  # of a run that is resumed
         self._file = (run_dir / METRICS).open("a", encoding="utf-8")
-        self._ray = RayMetrics(config.name)
         sinks: list[Callable[[], Sink]] = []
         if config.tracking.tensorboard:
             sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
@@ -87,6 +91,11 @@ class Tracker:
             dump = redact(config.model_dump(mode="json"))
             sinks.append(lambda: WandbSink(run_dir, config.name, config.tracking.project, dump))
         self._background = Background(sinks)
+
+    def reopen(self) -> None:
+        """After the run's folder was taken back to a checkpoint: go on from what it holds."""
+        self.close()
+        self._open()
 
     def __enter__(self) -> Tracker:
         return self

@@ -246,3 +246,95 @@ def test_the_evaluation_before_training_outlives_the_process(tmp_path):
     result = evaluate_groups("sampled", 0, 0, [group(0, 0), group(2, 0)])
     save_results(path, [result])
     assert load_results(path) == [result]
+
+
+class Parts:
+    """Stands for a run's system: what :func:`train.run._run` did with it, one word each, and what of it fails."""
+
+    steps = 9
+
+    def __init__(self, fails=(), can_go_back=True):
+        self.did, self.fails, self.can_go_back = [], fails, can_go_back
+
+    def __enter__(self):
+        self.did.append("start")
+        return self
+
+    def __exit__(self, *exc):
+        self.did.append("end")
+
+    def start(self, report):
+        pass
+
+    def end_training_parts(self):
+        self._do("end training")
+
+    def go_back(self, point, report, deadline):
+        self._do(f"go back to {point.step}")
+
+    def _do(self, word):
+        self.did.append(word)
+        if word in self.fails:
+            raise RunFailed(f"{word}: it failed")
+
+
+def lives(config, monkeypatch, parts, *efforts):
+    """A run whose training ends each time as one of ``efforts`` says: a step reached, and how. Returns how it ended."""
+    left = iter(efforts)
+
+    def trains(config, system, tracker, progress, deadline, point, restarts):
+        step, end = next(left)
+        restarts.reached(step)
+        save(config, step)
+        if isinstance(end, Exception):
+            raise end
+        return [], [], {}
+
+    monkeypatch.setattr("train.system.System", lambda *arguments: parts)
+    monkeypatch.setattr("train.report.write_report", lambda *arguments: None)
+    monkeypatch.setattr(run, "_evaluate_and_train", trains)
+    folder = RunFolder(config)
+    try:
+        return run._run_and_restart(config, Inputs(TASKS, [], None, None), folder, 0.0, None)
+    except RunFailed as error:
+        return error
+    finally:
+        folder.close()
+
+
+WELL = 0
+
+
+def test_a_part_that_holds_what_a_checkpoint_holds_is_replaced_while_the_others_live(config, monkeypatch):
+    parts = Parts()
+    assert lives(config, monkeypatch, parts, (2, DIED), (4, DIED), (9, WELL)) == 0
+    assert parts.did == ["start", "end training", "go back to 2", "end training", "go back to 4", "end"]
+
+
+def test_where_that_does_not_help_all_of_the_run_is_started_again(config, monkeypatch):
+    parts = Parts()
+    assert lives(config, monkeypatch, parts, (2, DIED), (2, DIED), (9, WELL)) == 0
+    assert parts.did == ["start", "end training", "go back to 2", "end", "start", "end"]
+
+
+@pytest.mark.parametrize("step", ["end training", "go back to 2"])
+def test_where_that_fails_too_it_has_cost_one_restart(config, monkeypatch, step):
+    config = config.model_copy(update={"max_restarts": 1})
+    parts = Parts(fails=[step])
+    assert lives(config, monkeypatch, parts, (2, DIED), (9, WELL)) == 0
+    assert parts.did[-3:] == ["end", "start", "end"]
+
+
+def test_a_run_that_is_not_in_training_or_may_not_is_not_taken_back_in_parts(config, monkeypatch):
+    parts = Parts(can_go_back=False)
+    assert lives(config, monkeypatch, parts, (2, DIED), (9, WELL)) == 0
+    assert parts.did == ["start", "end", "start", "end"]
+    never = config.model_copy(update={"max_restarts": 0})
+    assert lives(never, monkeypatch, parts := Parts(), (2, DIED)) is DIED
+    assert parts.did == ["start", "end"]
+
+
+def test_a_run_whose_parts_fail_at_the_same_place_every_time_comes_to_an_end(config, monkeypatch):
+    parts = Parts()
+    assert lives(config, monkeypatch, parts, *[(2, DIED)] * (config.max_restarts + 1)) is DIED
+    assert parts.did.count("start") == config.max_restarts and parts.did.count("end training") == 1
