@@ -489,7 +489,7 @@ def test_a_learner_that_is_killed_leaves_its_place_to_another_one(model_path, gr
     place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
     run = Run(tmp_path / "killed", model_path, _buffer(groups[:GROUPS]), total_steps=9, resources_per_worker=place)
     run.wait(lambda: run.metrics)
-    run.handle.kill("another one is to come")
+    assert run.handle.kill("another one is to come")
     assert run.handle.done and run.fails() == "another one is to come"
     assert _learner_leaves_nothing()
     deadline = time.monotonic() + DEADLINE_S
@@ -499,7 +499,8 @@ def test_a_learner_that_is_killed_leaves_its_place_to_another_one(model_path, gr
 
 
 def test_a_learner_that_finds_no_room_is_ended_by_stop(model_path, groups, tmp_path):
-    run = Run(tmp_path / "waiting", model_path, _buffer(groups[:GROUPS]), resources_per_worker={"CPU": 1000.0})
+    place = {"CPU": 1000.0}
+    run = Run(tmp_path / "waiting", model_path, _buffer([]), resources_per_worker=place, publish_first=True)
     deadline = time.monotonic() + DEADLINE_S
     while not _learner_processes():
         assert time.monotonic() < deadline
