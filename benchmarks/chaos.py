@@ -127,8 +127,8 @@ class Life:
 
     def kill(self) -> None:
         """SIGKILL for it and all it has started, as a machine that fails would."""
-        for process in [*_children(self.process.pid), psutil.Process(self.process.pid)]:
-            _strike(process, signal.SIGKILL)
+        for process in [*children(self.process.pid), psutil.Process(self.process.pid)]:
+            strike(process, signal.SIGKILL)
         self.process.wait(30)
 
 
@@ -174,10 +174,10 @@ class Run:
             self.life.kill()
             self.life = Life.begin(self.folder.name, self.folder.parent, self._keys | {"resume": "true"})
         else:
-            _strike(victim, VICTIMS[kind].blow)
+            strike(victim, VICTIMS[kind].blow)
 
         def recovered() -> bool:
-            return self.life.newest > trained and not _runs(victim) and len(self._find(kind)) >= len(before)
+            return self.life.newest > trained and not runs(victim) and len(self._find(kind)) >= len(before)
 
         self._wait(recovered, f"the recovery from {kind}", RECOVERY_TIMEOUT_S)
         return time.monotonic() - struck
@@ -207,7 +207,7 @@ class Run:
     def _find(self, kind: str) -> list[psutil.Process]:
         if kind == "driver":
             return [psutil.Process(self.life.process.pid)]
-        return [process for process in _children(self.life.process.pid) if _is_of_kind(process, kind)]
+        return [process for process in children(self.life.process.pid) if _is_of_kind(process, kind)]
 
 
 def _is_of_kind(process: psutil.Process, kind: str) -> bool:
@@ -218,7 +218,7 @@ def _is_of_kind(process: psutil.Process, kind: str) -> bool:
     return line.startswith(VICTIMS[kind].begins) or (kind == "local_fleet" and "actors.envs.local_fleet " in line)
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
     """Whether it is there, and no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -233,14 +233,16 @@ def _age_s(process: psutil.Process) -> float:
         return 0.0
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def children(pid: int) -> list[psutil.Process]:
+    """All that a process has started, and they in turn; none where it is gone."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
 
-def _strike(process: psutil.Process, blow: signal.Signals) -> None:
+def strike(process: psutil.Process, blow: signal.Signals) -> None:
+    """Send a signal, if there is still somebody to send it to."""
     try:
         process.send_signal(blow)
     except psutil.NoSuchProcess:
@@ -295,14 +297,14 @@ class Soak:
                     if number and (time.monotonic() > end or not run.has_room()):
                         break
                     time.sleep(rng.uniform(0, MOMENT_S))
-                    self._strike(run, next(kinds), rng)
+                    self.strike(run, next(kinds), rng)
                 run.finish()
             self._check(run, "struck" if blows else "undisturbed")
         except RunLost as error:
             self.lost["failed_runs"] += 1
             print(f"{run.folder.name}: {error}", flush=True)
 
-    def _strike(self, run: Run, kind: str, rng: random.Random) -> None:
+    def strike(self, run: Run, kind: str, rng: random.Random) -> None:
         self.kills[kind] += 1
         seconds = run.strike(kind, rng)
         self.recoveries.setdefault(kind, []).append(seconds)

@@ -42,7 +42,7 @@ import psutil
 
 from actors.lease_table import SlotState
 from actors.weight_store import STATE_FILE
-from benchmarks.chaos import Life, RunLost
+from benchmarks.chaos import Life, RunLost, children, runs, strike
 from benchmarks.run_difference import differences, training_rows
 from train import checkpoint
 from train.resume import CHECKPOINTS, SUMMARY
@@ -220,36 +220,15 @@ def kill_tree(root: psutil.Process) -> None:
     """SIGKILL for a process and all it has started, as when a machine fails: all are stopped before the first one dies,
     so that none sees another die."""
     everyone: dict[psutil.Process, None] = {}
-    while new := [process for process in [root, *_children(root)] if process not in everyone]:
+    while new := [process for process in [root, *children(root.pid)] if process not in everyone]:
         for process in new:
-            _send(process, signal.SIGSTOP)
+            strike(process, signal.SIGSTOP)
             everyone[process] = None
     for process in everyone:
-        _send(process, signal.SIGKILL)
+        strike(process, signal.SIGKILL)
     deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(_lives, everyone)) and time.monotonic() < deadline:
+    while any(map(runs, everyone)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def phase_of(folder: Path, began_at: float) -> str:

@@ -203,7 +203,7 @@ class LearnerHandle(Beside):
         try:
             if ray.get(self._control.stop.remote(), timeout=CALL_TIMEOUT_S):
                 self._thread.join(timeout_s)
-                reason = f"it was killed: it had not stopped after {timeout_s:.0f} s"
+                self.kill(f"it was killed: it had not stopped after {timeout_s:.0f} s", timeout_s)
         except (RayActorError, GetTimeoutError):
             # The control actor ends with the learner, which ended meanwhile, or it has failed.
             pass

@@ -484,11 +484,14 @@ async def test_a_failing_or_forbidden_verifier_is_a_failure_and_never_a_score(
     server: Server, body: str, error: str
 ) -> None:
     env = await server.without_retries().make("notes")
-    started = time.monotonic()
-    failed = await verify(env, f"def verify(env, final_answer=None):\n    {body}\n")
-    assert (failed.success, failed.result) == (False, None), failed
-    assert error in failed.error["message"], failed.error
-    assert time.monotonic() - started < VERIFIER_TIMEOUT_S + 20  # of the 60 that some would take
+    seconds = []
+    while not seconds or (min(seconds) > VERIFIER_TIMEOUT_S + 3 and len(seconds) < 2):  # other work shares this machine
+        started = time.monotonic()
+        failed = await verify(env, f"def verify(env, final_answer=None):\n    {body}\n")
+        seconds.append(time.monotonic() - started)
+        assert (failed.success, failed.result) == (False, None), failed
+        assert error in failed.error["message"], failed.error
+    assert min(seconds) < VERIFIER_TIMEOUT_S + 3
     assert not os.path.exists("/tmp/fleet-rl-forbidden")
     healthy = await verify(env, "def verify(env):\n    return env.db('current').table('notes').count()\n")
     assert (healthy.success, healthy.result) == (True, 3)
