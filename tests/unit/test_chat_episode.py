@@ -229,10 +229,11 @@ async def test_what_the_endpoint_fails_at_is_a_reason_and_never_a_grade(teacher)
     teacher.faults = [(403, "this prompt is not allowed")]
     got = await by_messages(teacher, Room())
     assert got.outcome.reason.startswith("generate: EndpointFailed: the endpoint http://") and got.reward is None
-    teacher.pause_s, teacher.replies = 0.5, said("<done>")
-    got = await by_messages(teacher, Room(), deadline_s=0.01)
+    with serving_teacher() as slow:  # of its own, for it answers on when nobody listens any more
+        slow.pause_s, slow.replies = 0.5, said("<done>")
+        got = await by_messages(slow, Room(), deadline_s=0.01)
     assert "no answer within" in got.outcome.reason and got.stop_reason is StopReason.ERROR
-    teacher.pause_s, teacher.replies = 0.0, said("<done>")
+    teacher.replies = said("<done>")
     got = await by_messages(teacher, Room(Ungraded("the judge failed")))
     assert got.outcome == Ungraded("the judge failed") and got.stop_reason is StopReason.DONE
 
