@@ -43,6 +43,7 @@ MANY_CALLS = "{n} tool calls in one turn, and none was carried out; end every tu
 ONLY_FIRST = "[only the first of the {n} tool calls of this turn was carried out]"
 VIEW_HINT = "; view_tool_output shows them"
 
+QUEUED = "queued"  # state of an episode that waits for its place among those that run at once
 OWN_WORK = "own_work"  # state of an episode that waits for nobody: between two phases
 
 ANSWER_MARGIN_S = 1.0  # an environment keeps its deadlines itself; the margin lets its own reason be heard

@@ -15,7 +15,7 @@ from actors.coalescer import Coalescer
 from actors.config import GeneratorConfig
 from actors.env_pool import EnvPoolClient
 from actors.envs.openenv import OpenEnvServers
-from actors.episode import DialogueRules, Environment, Episode, EpisodeLimits, Generate
+from actors.episode import QUEUED, DialogueRules, Environment, Episode, EpisodeLimits, Generate
 from actors.garbage import search_seldom
 from actors.prompt import Prompter
 from actors.replay_buffer_core import GroupHeader
@@ -24,12 +24,12 @@ from actors.tool_calls import native_parser
 from actors.trajectory import Group, Trajectory
 from serve.loop_lag import LoopLag
 from serve.policy import PolicyClient
+from serve.quick_loading import quick_loading
 from serve.sampling import Completion, Sampling
 from serve.state_clock import StateClock
 
 MAX_RESTARTS = 3  # of one that dies
 CANCEL_TIMEOUT_S = 30.0  # for episodes to close their environments
-QUEUED = "queued"  # state of an episode that waits for its place among those that run at once
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,8 @@ class RolloutWorker:
         return self._settings.name
 
     async def _make_runner(self, peers: Peers) -> None:
-        from transformers import AutoTokenizer
+        with quick_loading():
+            from transformers import AutoTokenizer
 
         settings = self._settings
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, settings.model_path)

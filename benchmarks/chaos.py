@@ -164,7 +164,7 @@ class Run:
         Raises:
             RunLost: it has not.
         """
-        before = self._find(kind)
+        before = self.find(kind)
         victims: list[psutil.Process] = []
         self._wait(lambda: bool(victims.extend(self._victims(kind)) or victims), f"a process of kind {kind}")
         victim = rng.choice(victims)
@@ -177,7 +177,7 @@ class Run:
             strike(victim, VICTIMS[kind].blow)
 
         def recovered() -> bool:
-            return self.life.newest > trained and not runs(victim) and len(self._find(kind)) >= len(before)
+            return self.life.newest > trained and not runs(victim) and len(self.find(kind)) >= len(before)
 
         self._wait(recovered, f"the recovery from {kind}", RECOVERY_TIMEOUT_S)
         return time.monotonic() - struck
@@ -202,9 +202,10 @@ class Run:
 
     def _victims(self, kind: str) -> list[psutil.Process]:
         hangs = VICTIMS[kind].blow is signal.SIGSTOP
-        return [process for process in self._find(kind) if not hangs or _age_s(process) > READY_S]
+        return [process for process in self.find(kind) if not hangs or _age_s(process) > READY_S]
 
-    def _find(self, kind: str) -> list[psutil.Process]:
+    def find(self, kind: str) -> list[psutil.Process]:
+        """The run's processes of a kind."""
         if kind == "driver":
             return [psutil.Process(self.life.process.pid)]
         return [process for process in children(self.life.process.pid) if _is_of_kind(process, kind)]

@@ -51,7 +51,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from serve.config import PolicyConfig
-from serve.engine_errors import EngineDead, GenerateTimeout, RequestRefused
+from serve.engine_errors import EngineDead, GenerateTimeout, ModelRefused, RequestRefused
 from serve.fork_server import ForkContext, start_fork_server
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder
@@ -168,6 +168,7 @@ class Engine:
 
         Raises:
             EngineDead: it did not start, or not within ``startup_timeout_s``.
+            ModelRefused: likewise, and another start would not either.
         """
         folder = folder or SharedFolder("engine")
         # The engine's process inherits these; here most have no effect any more.
@@ -187,7 +188,9 @@ class Engine:
             if deadline.expired():
                 raise EngineDead(f"the engine did not start within {config.startup_timeout_s:g} s") from None
             if isinstance(error, Exception):
-                raise EngineDead(f"the engine did not start: {' '.join(str(error).split())}") from error
+                # vLLM checks model and settings here, before it starts a process; what fails there comes otherwise.
+                kind = ModelRefused if isinstance(error, ValueError) else EngineDead
+                raise kind(f"the engine did not start: {' '.join(str(error).split())}") from error
             raise
         return engine
 

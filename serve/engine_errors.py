@@ -7,6 +7,10 @@ class EngineDead(RuntimeError):
     """The engine answers nothing any more. The message says why; another one must take its place."""
 
 
+class ModelRefused(EngineDead):
+    """vLLM takes no such model, or not with these settings: every start would end the same way."""
+
+
 class RequestRefused(ValueError):
     """A request the engine cannot run; the next one may be fine. The message says what is wrong with it."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from serve.config import PolicyConfig
 from serve.shared_folder import SharedFolder
 
-MODULES = ["serve.fork_server", "serve.engine"]
+MODULES = ["serve.fork_server", "serve.fork_preload"]
 FOLDER = "FLEET_RL_FORK_SERVER"  # variable by which the server learns where its socket is
 
 # Of the one server that a process has.

@@ -19,9 +19,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from serve.config import PolicyConfig
-from serve.engine_errors import EngineDead
+from serve.engine_errors import EngineDead, ModelRefused
 from serve.fork_server import close_fork_server, start_fork_server
 from serve.loop_lag import LoopLag
+from serve.quick_loading import quick_loading
 from serve.sampling import Completion, Sampling
 from serve.shared_folder import SharedFolder, remove_abandoned
 from serve.side_thread import in_thread
@@ -99,7 +100,8 @@ class Policy:
 
     async def _start_engine(self) -> None:
         """Returns once there is one that holds what is published."""
-        from serve.engine import Engine  # vLLM takes seconds to import; callers of the policy do without
+        with quick_loading():  # vLLM takes seconds to import; callers of the policy do without
+            from serve.engine import Engine
 
         began = time.monotonic()
         limit_s = self._config.startup_timeout_s
@@ -607,9 +609,10 @@ def _wait_until_running(app_name: str, timeout_s: float) -> None:
         application = serve.status().applications[app_name]
         if application.status == ApplicationStatus.RUNNING:
             return
-        if application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            reasons = [deployment.message for deployment in application.deployments.values()]
-            raise PolicyStartError(f"the policy did not start: {_reason(' '.join(reasons) or application.message)}")
+        said = " ".join(deployment.message for deployment in application.deployments.values()) or application.message
+        failed = application.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+        if failed or f"{ModelRefused.__name__}: " in said:  # of which Serve says that it tries again
+            raise PolicyStartError(f"the policy did not start: {_reason(said)}")
         if time.monotonic() > deadline:
             raise PolicyStartError(f"the policy was not healthy within policy.startup_timeout_s {timeout_s:g} s")
         time.sleep(STATUS_POLL_S)
@@ -618,5 +621,8 @@ def _wait_until_running(app_name: str, timeout_s: float) -> None:
 def _reason(message: str) -> str:
     """The engine's own words in the traceback that Serve reports, else the traceback's last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
-    reason = next((line for line in reversed(lines) if "EngineDead: " in line), lines[-1])
-    return f"{reason.rpartition('EngineDead: ')[2]} (more in its worker's log, usually in /tmp/ray/session_latest/logs)"
+    names = tuple(f"{kind.__name__}: " for kind in (EngineDead, ModelRefused))
+    reason = next((line for line in reversed(lines) if any(name in line for name in names)), lines[-1])
+    for name in names:
+        reason = reason.rpartition(name)[2]
+    return f"{reason} (more in its worker's log, usually in /tmp/ray/session_latest/logs)"

@@ -15,6 +15,7 @@ from typing import Any
 
 from actors.task import Task, TaskFileError, load_tasks
 from actors.trajectory import OUTCOME_NAMES, Graded, Group
+from serve.quick_loading import quick_loading
 from serve.sampling import Sampling
 from train import checkpoint
 from train.config import ConfigError, DebugConfig, ModelConfig, RunConfig, TrajectoriesConfig, load_config
@@ -243,7 +244,8 @@ def evaluate(config: RunConfig, inputs: Inputs, attempts: Attempts, report: Repo
     Raises:
         RunFailed: a part did not start, or broke.
     """
-    from train.system import System
+    with quick_loading():
+        from train.system import System
 
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rl-eval-"))

@@ -14,8 +14,12 @@ class RunFailed(RuntimeError):
     """A run that cannot go on; the message is the reason, in one line."""
 
 
-class OutOfTime(RunFailed):
-    """``run_timeout`` has passed: going on from a checkpoint would not help."""
+class Unmendable(RunFailed):
+    """A run that would end the same way if it went on from a checkpoint."""
+
+
+class OutOfTime(Unmendable):
+    """``run_timeout`` has passed."""
 
 
 class ResumeError(RunFailed):

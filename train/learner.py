@@ -17,8 +17,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.lineage import Lineage
+from serve.quick_loading import quick_loading
+from serve.weight_routes import RouteError
 from train.advantages import Estimator
 from train.beside import Beside
+from train.failures import RunFailed, Unmendable
 from train.learner_control import LearnerControl
 from train.losses import LossSettings
 from train.trajectory_store import StoreSettings
@@ -38,7 +41,22 @@ _DIED = "worker process has died"  # what Ray says, with half a page around it
 
 
 class LearnerError(RuntimeError):
-    """The learner cannot go on; the message is the reason, in one line."""
+    """The learner cannot go on; the message is the reason, in one line.
+
+    Attributes:
+        unmendable: another one would fail for the same reason.
+    """
+
+    def __init__(self, reason: str, unmendable: bool = False) -> None:
+        super().__init__(reason, unmendable)
+        self.unmendable = unmendable
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    def of_run(self) -> RunFailed:
+        """What it means for the run."""
+        return (Unmendable if self.unmendable else RunFailed)(f"learner: {self}")
 
 
 @dataclass(frozen=True)
@@ -256,16 +274,16 @@ class LearnerHandle(Beside):
             _fit(self._job, self._keep)
         except Exception as error:  # raised again by join, in the caller's thread
             self._lost_controller = isinstance(error, RayActorError)
-            self._error = LearnerError(self._first_failure() or one_line(error))
+            self._error = LearnerError(*(self._first_failure() or (one_line(error), False)))
         finally:
             with self._lock:
                 self._controller = None  # it ends with its last handle
             if ray.is_initialized():
                 ray.kill(self._control)
 
-    def _first_failure(self) -> str | None:
+    def _first_failure(self) -> tuple[str, bool] | None:
         if not ray.is_initialized():
-            return "Ray was shut down"
+            return "Ray was shut down", False
         try:
             return ray.get(self._control.failure.remote(), timeout=CALL_TIMEOUT_S)
         except (RayActorError, GetTimeoutError):
@@ -329,7 +347,8 @@ def _fit(job: Job, on_controller: Callable[[Any], None]) -> None:
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(settings.start_timeout_s)
     LeanTorchTrainer(
         _train_loop,
-        train_loop_config={"job": job},
+        # Named only: what Ray Train's controller is given, it loads, and with it all that the ranks import.
+        train_loop_config={"job": ray.put(job)},
         torch_config=TorchConfig(
             backend="nccl" if settings.use_gpu else "gloo", timeout_s=int(settings.collective_timeout_s)
         ),
@@ -364,16 +383,19 @@ def _rank_environment(settings: LearnerSettings) -> dict[str, str]:
 
 def _train_loop(config: dict[str, Any]) -> None:
     """Runs in every rank. Imports there what the driver and Ray Train's controller need not load."""
-    job: Job = config["job"]
+    with quick_loading():
+        job: Job = ray.get(config["job"], timeout=CALL_TIMEOUT_S)
     rank = None
     try:
-        from train.learner_rank import Rank
+        with quick_loading():
+            from train.learner_rank import Rank
 
         rank = Rank(job)
         rank.run()
     except Exception as error:
         # Ray Train wraps errors in pages of context; what the caller wants to read is the first one.
-        ray.get(job.control.fail.remote(one_line(error)), timeout=CALL_TIMEOUT_S)
+        unmendable = isinstance(error, RouteError)
+        ray.get(job.control.fail.remote(one_line(error), unmendable), timeout=CALL_TIMEOUT_S)
         raise
     finally:
         if rank is not None:

@@ -29,7 +29,7 @@ class LearnerControl:
         self._announced = asyncio.Condition()
         self._step = -1
         self._decision: Decision | None = None
-        self._failure: str | None = None
+        self._failure: tuple[str, bool] | None = None
 
     async def stop(self) -> bool:
         """Returns whether rank 0 heeds it: it has begun to train."""
@@ -61,9 +61,10 @@ class LearnerControl:
             await self._announced.wait_for(lambda: self._step == step)
             return self._decision
 
-    async def fail(self, reason: str) -> None:
+    async def fail(self, reason: str, unmendable: bool = False) -> None:
         """Keep the first reason: the others mostly follow from it."""
-        self._failure = self._failure or reason
+        self._failure = self._failure or (reason, unmendable)
 
-    async def failure(self) -> str | None:
+    async def failure(self) -> tuple[str, bool] | None:
+        """The first reason, and whether another learner would fail for it too."""
         return self._failure

@@ -18,6 +18,7 @@ from actors.envs.local_fleet.faults import FaultFileError, load_fault_plan
 from actors.prompt import Prompter, PromptError
 from actors.task import Task, TaskFileError
 from serve.config import QUIET_ENGINE
+from serve.quick_loading import quick_loading
 from train.config import ConfigError, RunConfig
 from train.data.run_tasks import load_split
 from train.resume import SUMMARY, can_resume, task_sampler
@@ -231,7 +232,8 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    with quick_loading():
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path)

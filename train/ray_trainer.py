@@ -13,10 +13,21 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
+
+
+class PrivateScaling(FixedScalingPolicy):
+    """For a Ray without an autoscaler: nobody is asked for machines, and no actor is started that would be asked."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
 
 
 class LeanTorchTrainer(TorchTrainer):
-    """Starts two actors less than its base class, and tells ``on_controller`` of the one whose death ends all others.
+    """Starts fewer actors than its base class, and tells ``on_controller`` of the one whose death ends all others.
 
     ``fit`` blocks until training has ended, and Ray Train ends it early only from the main thread, by SIGINT.
 
@@ -31,6 +42,8 @@ class LeanTorchTrainer(TorchTrainer):
         self._on_controller = on_controller
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        if _ray_is_private():
+            arguments["scaling_policy"] = PrivateScaling(self.scaling_config)
         driver = ray.get_runtime_context().get_node_id()
         options = {
             "num_cpus": 0,
@@ -44,6 +57,11 @@ class LeanTorchTrainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         unneeded: tuple[type, ...] = (DatasetsCallback,)
-        if not os.environ.get("RAY_ADDRESS"):
+        if _ray_is_private():
             unneeded += (PlacementGroupCleanerCallback,)
         return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, unneeded)]
+
+
+def _ray_is_private() -> bool:
+    """Whether the run has started it for itself."""
+    return not os.environ.get("RAY_ADDRESS")

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.episode import OWN_WORK
-from actors.rollout_worker import QUEUED
+from actors.episode import OWN_WORK, QUEUED
 
 Metrics = dict[str, float]
 

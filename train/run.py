@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serve.quick_loading import quick_loading
 from train.config import ConfigError, RunConfig, load_config, print_help
-from train.failures import OutOfTime, ResumeError, RunFailed, stoppable
+from train.failures import OutOfTime, ResumeError, RunFailed, Unmendable, stoppable
 
 if TYPE_CHECKING:
     from train.evaluate import EvalResult
@@ -59,8 +60,9 @@ def run(config: RunConfig, started: float) -> int:
         RunFailed: the run could not go on; everything it started is ended.
         KeyboardInterrupt: a signal came; likewise.
     """
-    from train.preflight import RunFolder, check_inputs
-    from train.resume import prepare
+    with quick_loading():
+        from train.preflight import RunFolder, check_inputs
+        from train.resume import prepare
 
     inputs = check_inputs(config)
     folder = RunFolder(config)
@@ -101,7 +103,7 @@ def _run_and_restart(
         _save_config(config)
         try:
             return _run(config, inputs, folder, started, resume, restarts)
-        except OutOfTime:
+        except Unmendable:
             raise
         except RunFailed as error:
             if not restarts.take():
@@ -141,11 +143,12 @@ def _run(
         from train.train_only import train_only
 
         return train_only(config, inputs.kept, started, resume, restarts)
-    from train.progress import ProgressDisplay
-    from train.report import write_report
-    from train.resume import can_resume
-    from train.system import System
-    from train.tracking import Tracker
+    with quick_loading():
+        from train.progress import ProgressDisplay
+        from train.report import write_report
+        from train.resume import can_resume
+        from train.system import System
+        from train.tracking import Tracker
 
     steps = total_steps(config, len(inputs.train_tasks))
     deadline = started + config.run_timeout
@@ -162,7 +165,7 @@ def _run(
                     config, system, tracker, progress, deadline, resume, restarts
                 )
                 break
-            except OutOfTime:
+            except Unmendable:
                 raise
             except RunFailed as error:
                 if not (restarts.untouched and system.can_go_back and can_resume(config.run_dir)):

@@ -352,7 +352,7 @@ class System:
             longest_s = learner.start_timeout + learner.publish_timeout
             version = self._learner.first_version(min(longest_s, max(0.0, deadline - time.monotonic())))
         except LearnerError as error:
-            raise RunFailed(f"learner: {error}") from None
+            raise error.of_run() from None
         self._fill_buffer(version)
 
     # -- evaluate
@@ -473,7 +473,7 @@ class System:
         try:
             self._learner.join(0)
         except LearnerError as error:
-            raise RunFailed(f"learner: {error}") from None
+            raise error.of_run() from None
         return True
 
     def new_steps(self) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ import ray
 
 from train.actor_calls import CALL_TIMEOUT_S, answer
 from train.config import RunConfig
-from train.failures import OutOfTime, RunFailed
+from train.failures import OutOfTime
 from train.kept_batch_source import KeptBatchSource, NoPublisher
 from train.kept_batches import KeptBatches
 from train.learner import LearnerError, LearnerHandle, Metrics
@@ -74,7 +74,7 @@ def _ended(learner: LearnerHandle) -> bool:
     try:
         return learner.done and learner.join(0)
     except LearnerError as error:
-        raise RunFailed(f"learner: {error}") from None
+        raise error.of_run() from None
 
 
 def _record(source: Any, seen: int, tracker: Tracker, progress: ProgressDisplay) -> int:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from serve.config import PolicyConfig
 from serve.engine import Engine, _check_vllm_version
-from serve.engine_errors import EngineDead, GenerateTimeout, RequestRefused
+from serve.engine_errors import EngineDead, GenerateTimeout, ModelRefused, RequestRefused
 from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder
 from serve.weight_transfer import pack_weights
@@ -214,7 +214,7 @@ async def test_the_time_of_an_engine_is_that_of_rest_of_requests_and_of_updates(
 
 
 async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):
-    with pytest.raises(EngineDead, match="did not start"):
+    with pytest.raises(ModelRefused, match="did not start"):
         await Engine.start(CONFIG, tmp_path)
 
 

@@ -19,9 +19,11 @@ from actors.replay_buffer import ReplayBuffer
 from actors.replay_buffer_core import GroupHeader
 from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.ray_start import start_ray
+from serve.weight_routes import RouteError
 from tests.models import tiny_qwen3
-from train import checkpoint
+from train import checkpoint, learner, learner_rank
 from train.batch_keeper import BatchKeeper
+from train.failures import RunFailed, Unmendable
 from train.kept_batches import KeptBatches
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
@@ -356,29 +358,38 @@ def test_one_rank_equals_two_and_fails_by_name_when_no_batch_comes(one_rank, two
         assert _largest_gap(one_rank.weights(step), two_ranks.weights(step)) < 1e-6
 
 
-def test_resumed_run_equals_the_unbroken_one_and_stops_while_it_waits(one_rank, model_path, groups, tmp_path):
+def test_resumed_run_equals_the_unbroken_one_until_a_broken_trajectory_ends_it_with_its_name(
+    one_rank, model_path, groups, tmp_path
+):
     run = Run(
         tmp_path / "resumed", model_path, _buffer(groups[GROUPS:]), checkpoint_dir=str(tmp_path / "ckpt"),
         checkpoint_interval=10, resume_from=str(one_rank.folder / "ckpt" / "global_step_1"),
+    )  # fmt: skip
+    run.wait(lambda: run.metrics)
+    assert _largest_gap(run.weights(2), one_rank.weights(2)) == 0.0
+
+    broken = replace(groups[0].trajectories[0], trajectory_id="broken-one", ids=groups[0].trajectories[0].ids + VOCAB)
+    _commit(run.buffer, [replace(groups[0], trajectories=[broken, *groups[0].trajectories[1:]]), *groups[1:GROUPS]])
+    assert run.fails() == f"broken-one: an id is not in the vocabulary of {VOCAB}"
+    assert _learner_processes() == []
+    assert [m["trainer/global_step"] for m in run.metrics] == [2.0]
+    assert ray.get(run.buffer.snapshot.remote())["trained"] == GROUPS
+    assert checkpoint.latest_complete(tmp_path / "ckpt") is None
+
+
+def test_learning_rate_zero_leaves_bf16_weights_bit_identical_and_ranks_that_wait_are_stopped(
+    model_path, groups, tmp_path
+):
+    """One of the two ranks has no group."""
+    run = Run(
+        tmp_path / "frozen", model_path, _buffer(groups[:1], batch_size=1), num_workers=2, dtype="bfloat16", lr=0.0,
+        total_steps=2, loss=LossSettings(use_kl_loss=True, entropy_coef=0.01),
     )  # fmt: skip
     run.wait(lambda: run.metrics)
     begun = time.monotonic()
     run.handle.stop(DEADLINE_S)
     assert run.handle.join(0) and time.monotonic() - begun < 20
     assert _learner_processes() == []
-    assert [m["trainer/global_step"] for m in run.metrics] == [2.0]
-    assert _largest_gap(run.weights(2), one_rank.weights(2)) == 0.0
-    assert checkpoint.latest_complete(tmp_path / "ckpt") is None
-
-
-def test_learning_rate_zero_leaves_bf16_weights_bit_identical_even_where_a_rank_has_no_group(
-    model_path, groups, tmp_path
-):
-    run = Run(
-        tmp_path / "frozen", model_path, _buffer(groups[:1], batch_size=1), num_workers=2, dtype="bfloat16", lr=0.0,
-        total_steps=1, loss=LossSettings(use_kl_loss=True, entropy_coef=0.01),
-    )  # fmt: skip
-    run.end()
     (metrics,) = run.metrics
     assert metrics["policy/grad_norm"] > 0
     assert metrics["policy/policy_kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the policy itself
@@ -463,13 +474,19 @@ def test_rewards_are_learned_and_shuffled_rewards_are_not(model_path, tmp_path):
     assert abs(shuffled.chance - before) < (rewarded.chance - before) / 3
 
 
-def test_a_broken_trajectory_ends_the_run_with_one_reason_and_no_process(model_path, groups, tmp_path):
-    broken = replace(groups[0].trajectories[0], trajectory_id="broken-one", ids=groups[0].trajectories[0].ids + VOCAB)
-    group = replace(groups[0], trajectories=[broken, *groups[0].trajectories[1:]])
-    run = Run(tmp_path / "broken", model_path, _buffer([group], batch_size=1))
-    assert run.fails() == f"broken-one: an id is not in the vocabulary of {VOCAB}"
-    assert _learner_processes() == []
-    assert ray.get(run.buffer.snapshot.remote())["trained"] == 0
+@pytest.mark.parametrize(
+    ("error", "kind"), [(RouteError("ipc is not possible here"), Unmendable), (ValueError("a moment's"), RunFailed)]
+)
+def test_a_failure_that_would_come_again_is_told_from_others(error, kind, groups, tmp_path, monkeypatch):
+    def rank(job):
+        raise error
+
+    monkeypatch.setattr(learner_rank, "Rank", rank)
+    monkeypatch.setattr(learner, "_fit", lambda job, on_controller: learner._train_loop({"job": ray.put(job)}))
+    run = Run(tmp_path / "refused", tmp_path, _buffer([]))
+    with pytest.raises(LearnerError) as failure:
+        run.handle.join(DEADLINE_S)
+    assert type(failure.value.of_run()) is kind and str(error) in str(failure.value.of_run())
 
 
 def test_a_learner_that_can_no_more_be_told_to_stop_fails_instead_of_ending_as_if_it_had_been(
@@ -481,21 +498,20 @@ def test_a_learner_that_can_no_more_be_told_to_stop_fails_instead_of_ending_as_i
     assert "headless:learner-control" in run.fails()
 
 
-def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):
-    run = Run(tmp_path / "hanging", model_path, _buffer(groups[:GROUPS]), publish_s=10 * DEADLINE_S)
+def test_a_rank_that_hangs_is_killed_by_stop_and_leaves_its_place_to_another_one(model_path, groups, tmp_path):
+    place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
+    run = Run(
+        tmp_path / "hanging",
+        model_path,
+        _buffer(groups[:GROUPS]),
+        publish_s=10 * DEADLINE_S,
+        resources_per_worker=place,
+    )
     run.wait((run.folder / "step-1.safetensors").exists)
     run.handle.stop(1)
-    assert run.fails() == "it was killed: it had not stopped after 1 s"
-    assert _learner_processes() == []
-
-
-def test_a_learner_that_is_killed_leaves_its_place_to_another_one(model_path, groups, tmp_path):
-    place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
-    run = Run(tmp_path / "killed", model_path, _buffer(groups[:GROUPS]), total_steps=9, resources_per_worker=place)
-    run.wait(lambda: run.metrics)
-    assert run.handle.kill("another one is to come")
-    assert run.handle.done and run.fails() == "another one is to come"
-    assert _learner_leaves_nothing()
+    assert run.handle.done and run.fails() == "it was killed: it had not stopped after 1 s"
+    assert _learner_processes() == [] and _learner_leaves_nothing()
+    assert run.handle.kill("its place is free")
     deadline = time.monotonic() + DEADLINE_S
     while ray.available_resources().get("CPU", 0) < place["CPU"]:
         assert time.monotonic() < deadline

@@ -822,7 +822,7 @@ def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: An
         sandbox = VerifierSandbox(tmp_path)
         sandbox.start()
         try:
-            verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(5)]
+            verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(2)]
             for child in psutil.Process().children():
                 if str(tmp_path) in child.cmdline():
                     child.kill()
@@ -834,7 +834,7 @@ def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: An
 
     with asyncio.Runner(loop_factory=loop) as runner:
         rounds = runner.run(asyncio.wait_for(drill(), 60))
-    assert [sum(successes) for successes in rounds[:-1]] == [4] * 5, "only those that were to crash have failed"
+    assert [sum(successes) for successes in rounds[:-1]] == [4] * 2, "only those that were to crash have failed"
     assert rounds[-1] == [True] * 6, "nothing was under way in the workers that were killed"
 
 

@@ -294,40 +294,6 @@ def test_rollouts_alone_keep_their_batches_and_the_policy(tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_faults_of_the_environment_and_a_killed_part_do_not_end_a_run(tmp_path):
-    faults = tmp_path / "faults.yaml"
-    faults.write_text(
-        "seed: 3\n"
-        "faults:\n"
-        "  - {route: make, kind: status, status: 500, probability: 0.05}\n"
-        "  - {route: tool, kind: hang, seconds: 60, tool: search_tickets, count: 3}\n"
-        "  - {route: verify, kind: verifier_failure, probability: 0.5}\n"
-    )
-    keys = WITHOUT_EVALUATION | {
-        "environment.local_faults": faults,
-        "generator.deadlines.step": 3,
-        "generator.deadlines.verify": 5,
-        "trainer.max_steps": 7,
-        "trainer.ckpt_interval": 1,
-    }
-    run = start("configs/demo.yaml", "faults", tmp_path, keys=keys)
-    run.read_until("training  step [2-9]")  # the first checkpoint is whole
-    engines = run.processes("VLLM::EngineCore")
-    run.kill_one(random.choice(TRAINING_PARTS))
-    said = run.read_until("going back  step [1-9]")
-    assert "it goes on from its last checkpoint" in said
-    run.read_until("training  step [2-9]")
-    assert run.processes("VLLM::EngineCore") == engines, "the engines were started anew"
-    text = run.output()
-    assert run.process.returncode == 0, text
-    ledger = json.loads(text.strip().splitlines()[-1])["ledger"]
-    assert ledger["train"]["balanced"] and ledger["train"]["ungraded"] > 0 and ledger["instances"]["left"] == 0
-    for trajectory in (t for batch in batches(run.folder) for t in batch):
-        assert (trajectory["outcome"] == "graded") == (trajectory["reward"] is not None)
-        assert trajectory["outcome"] == "graded" or trajectory["reason"]
-
-
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("phase", ["starting", "starting the policy", "evaluating"])
 def test_ctrl_c_ends_a_run_in_any_phase_and_leaves_nothing(tmp_path, phase):
     run = start("configs/demo.yaml", "stopped", tmp_path, keys={"trainer.max_steps": 500})

@@ -14,7 +14,7 @@ from tests.trajectories import make_trajectory
 from train import buffer_state, checkpoint, resume, run
 from train.config import load_config
 from train.evaluate import evaluate_groups, load_results, save_results
-from train.failures import OutOfTime, ResumeError, RunFailed
+from train.failures import OutOfTime, ResumeError, RunFailed, Unmendable
 from train.preflight import Inputs, RunFolder
 from train.trajectory_table import Origin
 
@@ -213,9 +213,9 @@ def test_a_run_that_never_came_up_is_not_started_again(config, monkeypatch):
     assert play(config, monkeypatch, lambda restarts: DIED) == (DIED, [None])
 
 
-def test_a_run_whose_time_is_over_is_not_started_again(config, monkeypatch):
-    late = OutOfTime("run_timeout passed")
-    assert play(config, monkeypatch, writes_checkpoint(config, 2, trains_until(3, end=late))) == (late, [None])
+@pytest.mark.parametrize("end", [OutOfTime("run_timeout passed"), Unmendable("learner: no such route")])
+def test_a_run_whose_end_would_be_the_same_is_not_started_again(config, monkeypatch, end):
+    assert play(config, monkeypatch, writes_checkpoint(config, 2, trains_until(3, end=end))) == (end, [None])
 
 
 def test_without_restarts_the_first_failure_ends_a_run(config, monkeypatch):
