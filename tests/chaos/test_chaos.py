@@ -11,13 +11,13 @@ import pytest
 from benchmarks import chaos
 from tests.e2e.runs import batches
 
-STEPS = 14  # more than the blows take, however fast they are trained
+STEPS = 12  # more than the blows take, however fast they are trained
 FAULTS = """
 seed: 3
 faults:
   - {route: make, kind: status, status: 500, probability: 0.05}
   - {route: tool, kind: hang, seconds: 60, tool: search_tickets, count: 3}
-  - {route: verify, kind: verifier_failure, probability: 0.5}
+  - {route: verify, kind: verifier_failure, probability: 0.3}
 """
 KEYS = {
     "trainer.eval_before_train": "false",
