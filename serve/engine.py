@@ -188,8 +188,7 @@ class Engine:
             if deadline.expired():
                 raise EngineDead(f"the engine did not start within {config.startup_timeout_s:g} s") from None
             if isinstance(error, Exception):
-                # vLLM checks model and settings here, before it starts a process; what fails there comes otherwise.
-                kind = ModelRefused if isinstance(error, ValueError) else EngineDead
+                kind = ModelRefused if _is_refusal(error) else EngineDead
                 raise kind(f"the engine did not start: {' '.join(str(error).split())}") from error
             raise
         return engine
@@ -473,6 +472,12 @@ def _build(config: PolicyConfig, model_path: str | Path) -> AsyncLLM:
         return AsyncLLM.from_engine_args(arguments)
     finally:
         engine_utils.get_mp_context = own
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM takes no such model or settings. It checks both before it starts an engine's process, whose failures
+    come otherwise; for a kind of model that it has not met on this machine it asks a process, which may have died."""
+    return isinstance(error, ValueError) and "failed to be inspected" not in str(error)
 
 
 def _engine_args(config: PolicyConfig, model_path: str | Path) -> AsyncEngineArgs:

@@ -9,4 +9,4 @@ from serve.quick_loading import quick_loading
 with quick_loading():
     import serve.engine  # noqa: F401
 
-gc.freeze()  # a search in an engine would write to every page that it shares with the others
+    gc.freeze()  # a search in an engine would write to every page that it shares with the others

@@ -394,7 +394,8 @@ def _train_loop(config: dict[str, Any]) -> None:
         rank.run()
     except Exception as error:
         # Ray Train wraps errors in pages of context; what the caller wants to read is the first one.
-        unmendable = isinstance(error, RouteError)
+        # A route that was there before can be there again once its parts have found other places.
+        unmendable = isinstance(error, RouteError) and rank is not None and not rank.has_published
         ray.get(job.control.fail.remote(one_line(error), unmendable), timeout=CALL_TIMEOUT_S)
         raise
     finally:

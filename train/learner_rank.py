@@ -187,6 +187,11 @@ class Rank:
         if self._rank == 0:
             self._publisher.close()
 
+    @property
+    def has_published(self) -> bool:
+        """Whether this run has, in this learner or before the checkpoint that it goes on from."""
+        return self._version > 0
+
     def close(self) -> None:
         """Finish the record of the batches."""
         if self._trajectories is not None:

@@ -11,18 +11,19 @@ import pytest
 from benchmarks import chaos
 from tests.e2e.runs import batches
 
-STEPS = 12  # more than the blows take, however fast they are trained
+STEPS = 20  # more than are trained while the blows fall
 FAULTS = """
 seed: 3
 faults:
   - {route: make, kind: status, status: 500, probability: 0.05}
   - {route: tool, kind: hang, seconds: 60, tool: search_tickets, count: 3}
-  - {route: verify, kind: verifier_failure, probability: 0.3}
+  - {route: verify, kind: verifier_failure, probability: 0.2}
 """
 KEYS = {
     "trainer.eval_before_train": "false",
     "trainer.eval_after_train": "false",
     "generator.deadlines.step": 3,
+    "policy.health_timeout_s": 30,
     "generator.deadlines.verify": 5,
 }
 

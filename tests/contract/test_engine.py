@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from serve.config import PolicyConfig
-from serve.engine import Engine, _check_vllm_version
+from serve.engine import Engine, _check_vllm_version, _is_refusal
 from serve.engine_errors import EngineDead, GenerateTimeout, ModelRefused, RequestRefused
 from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder
@@ -216,6 +216,18 @@ async def test_the_time_of_an_engine_is_that_of_rest_of_requests_and_of_updates(
 async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path):
     with pytest.raises(ModelRefused, match="did not start"):
         await Engine.start(CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "refusal"),
+    [
+        (ValueError("Model architectures ['OfNobody'] are not supported"), True),
+        (ValueError("Model architectures ['Qwen3ForCausalLM'] failed to be inspected. Please check the logs"), False),
+        (RuntimeError("Engine core initialization failed"), False),
+    ],
+)
+async def test_a_model_that_vllm_refuses_is_told_from_a_start_that_failed(error, refusal):
+    assert _is_refusal(error) is refusal
 
 
 async def test_a_start_that_takes_too_long_leaves_no_process(model):

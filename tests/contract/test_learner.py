@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -21,7 +22,7 @@ from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.ray_start import start_ray
 from serve.weight_routes import RouteError
 from tests.models import tiny_qwen3
-from train import checkpoint, learner, learner_rank
+from train import checkpoint, learner
 from train.batch_keeper import BatchKeeper
 from train.failures import RunFailed, Unmendable
 from train.kept_batches import KeptBatches
@@ -475,17 +476,23 @@ def test_rewards_are_learned_and_shuffled_rewards_are_not(model_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(RouteError("ipc is not possible here"), Unmendable), (ValueError("a moment's"), RunFailed)]
+    ("error", "has_published", "kind"),
+    [
+        (RouteError("ipc is not possible here"), False, Unmendable),
+        (RouteError("ipc is not possible any more"), True, RunFailed),
+        (ValueError("a moment's"), False, RunFailed),
+    ],
 )
-def test_a_failure_that_would_come_again_is_told_from_others(error, kind, groups, tmp_path, monkeypatch):
-    def rank(job):
+def test_a_failure_that_would_come_again_is_told_from_others(error, has_published, kind, tmp_path, monkeypatch):
+    def run():
         raise error
 
-    monkeypatch.setattr(learner_rank, "Rank", rank)
+    rank = SimpleNamespace(run=run, has_published=has_published, close=lambda: None)
+    monkeypatch.setattr("train.learner_rank.Rank", lambda job: rank)
     monkeypatch.setattr(learner, "_fit", lambda job, on_controller: learner._train_loop({"job": ray.put(job)}))
-    run = Run(tmp_path / "refused", tmp_path, _buffer([]))
+    refused = Run(tmp_path / "refused", tmp_path, _buffer([]))
     with pytest.raises(LearnerError) as failure:
-        run.handle.join(DEADLINE_S)
+        refused.handle.join(DEADLINE_S)
     assert type(failure.value.of_run()) is kind and str(error) in str(failure.value.of_run())
 
 

@@ -236,7 +236,8 @@ def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
     client.shutdown()
 
 
-def test_a_model_that_does_not_load_ends_the_start_with_its_reason(cluster, tmp_path):
+def test_a_model_that_vllm_refuses_ends_the_start_at_once_with_its_reason(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.policy.CONSTRUCTOR_TRIES", 1000)
     (tmp_path / "config.json").write_text("{}")
     client = deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
     with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):

@@ -125,11 +125,16 @@ def applications(cluster) -> dict[str, dict]:
     return json.loads(get(f"{cluster['address']}/api/serve/applications/"))["applications"]
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_at_learning_rate_zero_the_policy_and_its_held_out_pass_rate_stay(cluster, tmp_path):
     keys = {"trainer.policy.optimizer_config.lr": 0, "trainer.max_steps": 5}
     keys |= {"data.max_eval_tasks": 64, "generator.eval_greedy": "true"}
-    done = job(cluster, "submit", "--working-dir", ".", "--", *command(tmp_path, "frozen", **keys))
+    words = ["submit", "--submission-id", "frozen", "--working-dir", ".", "--"]
+    try:
+        done = job(cluster, *words, *command(tmp_path, "frozen", **keys), timeout_s=450)
+    except subprocess.TimeoutExpired:
+        job(cluster, "stop", "frozen")  # or it would take the next test's place
+        raise
     assert done.returncode == 0, done.stderr + done.stdout[-3000:]
     shipped = AutoModelForCausalLM.from_pretrained("configs/models/tiny-tracker")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "frozen" / "checkpoints" / "global_step_5" / "policy")
