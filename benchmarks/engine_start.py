@@ -16,11 +16,13 @@ import time
 
 from serve import fork_server
 from serve.config import PolicyConfig
+from serve.quick_loading import quick_loading
 
 
 async def start_two(config: PolicyConfig, model: str, spawn: bool) -> dict[str, float]:
     began = time.monotonic()
-    from serve import engine as engines
+    with quick_loading():
+        from serve import engine as engines
 
     if spawn:
         engines.start_fork_server = lambda config: False
