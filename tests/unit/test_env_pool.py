@@ -66,6 +66,11 @@ async def eventually(condition, timeout_s=10.0):
         await asyncio.sleep(0.01)
 
 
+def states(shared):
+    """Of the slots in a pool's table on disk."""
+    return sorted(slot.state for slot in load_slots(shared.table_path, shared.run_id))
+
+
 # -- lending and reuse
 
 
@@ -286,9 +291,10 @@ async def test_a_trial_asks_once_and_its_failure_makes_the_pause_longer(local_fl
         seen = local_fleet.struck()
         for waited, more in ((9.0, 0), (1.0, 1), (14.0, 0)):
             clock.ahead += waited
-            await asyncio.sleep(0.3)
-            assert local_fleet.struck() - seen == more
             seen += more
+            await eventually(lambda so_many=seen: local_fleet.struck() >= so_many)
+            await asyncio.sleep(0.3)
+            assert local_fleet.struck() == seen
         local_fleet.arm()
         clock.ahead += 1.0
         served = await asyncio.gather(*waiting, return_exceptions=True)
@@ -318,14 +324,14 @@ async def test_makes_are_spread_in_time(local_fleet):
 async def test_a_retry_after_silences_all_makes_not_only_the_one_that_was_told(local_fleet):
     async with pool(local_fleet) as core:
         local_fleet.arm({"route": "make", "kind": "status", "status": 429, "retry_after_s": 2, "count": 1})
+        begun, begun_at = time.monotonic(), time.time()
         told = asyncio.create_task(core.acquire(SPEC, 30))
         await eventually(lambda: local_fleet.struck() == 1)
-        begun = time.monotonic()
         await asyncio.gather(told, *(core.acquire(OTHER, 30) for _ in range(3)))
         made = local_fleet.instances(core._settings.run_id)
         assert time.monotonic() - begun > 1.5 and len(made) == 4
         first = min(datetime.fromisoformat(i["created_at"]).timestamp() for i in made)
-        assert first - (time.time() - (time.monotonic() - begun)) > 1.5
+        assert first - begun_at > 1.5
         assert core.stats()["breakers"]["tracker"]["failures_in_a_row"] == 0
 
 
@@ -428,7 +434,7 @@ async def test_a_restarted_pool_of_the_same_run_takes_its_leases_over(local_flee
     await dead.start()
     held, idle = await dead.acquire(SPEC, 5, owner="w"), await dead.acquire(OTHER, 5)
     await dead.release(idle.lease_id, reusable=True)
-    await asyncio.sleep(0.15)  # a tick writes the table
+    await eventually(lambda: states(shared) == [SlotState.IDLE, SlotState.LEASED])  # a tick writes the table
     dead._background.cancel()  # it dies without a word
     stray = await FleetControl(KEY, local_fleet.url).make("tracker", run_id=shared.run_id, timeout_s=5)
 
@@ -480,7 +486,8 @@ async def test_a_lease_that_is_asked_for_again_is_the_same_also_after_a_restart(
     await dead.start()
     lease = await dead.acquire(SPEC, 5, lease_id="mine")
     assert await dead.acquire(SPEC, 5, lease_id="mine") == lease
-    await asyncio.sleep(0.2)  # the table is saved soon after a change, long before the next tick
+    # The table is saved soon after a change, long before the next tick.
+    await eventually(lambda: states(shared) == [SlotState.LEASED])
     dead._background.cancel()
     reborn = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
     await reborn.start()
@@ -523,10 +530,11 @@ async def test_asking_again_while_one_waits_withdraws_the_earlier_request(local_
 
 async def test_a_pool_of_another_run_of_the_same_name_deletes_instead(local_fleet, tmp_path):
     path = tmp_path / "leases.db"
-    dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), settings(run_name="replaced", nonce="one", table_path=path))
+    shared = settings(run_name="replaced", nonce="one", table_path=path)
+    dead = EnvPoolCore(FleetControl(KEY, local_fleet.url), shared)
     await dead.start()
     await dead.acquire(SPEC, 5)
-    await asyncio.sleep(0.15)
+    await eventually(lambda: states(shared) == [SlotState.LEASED])
     dead._background.cancel()
     async with pool(local_fleet, run_name="replaced", nonce="two", table_path=path) as core:
         assert local_fleet.running() == []
@@ -584,17 +592,17 @@ async def test_who_asks_again_keeps_the_lease_when_the_first_call_ends_late(loca
     """A worker whose connection broke asks again while its first call still waits in the pool."""
     async with pool(local_fleet) as core:
         go = asyncio.get_running_loop().create_future()
-        real = core._control.make
+        real, answered = core._control.make, asyncio.Event()
 
         async def held_back(*args, **kwargs):
             made = await real(*args, **kwargs)
+            answered.set()
             await go
             return made
 
         core._control.make = held_back
         first = asyncio.create_task(core.acquire(SPEC, 10, lease_id="asked-twice"))
-        await eventually(lambda: len(local_fleet.running()) == 1)
-        await asyncio.sleep(0.1)  # the answer is back and held
+        await asyncio.wait_for(answered.wait(), 10)
         again = asyncio.create_task(core.acquire(SPEC, 10, lease_id="asked-twice"))
         go.set_result(None)  # the instance is there in the very moment the first call is told to go
         lease = await again
@@ -616,6 +624,7 @@ async def test_every_instance_that_closing_ended_is_counted_although_the_answer_
 
 async def test_what_others_delete_while_a_stray_is_deleted_is_counted(local_fleet):
     async with pool(local_fleet, reconcile_s=3600) as core:
+        await eventually(lambda: "reconcile" in core._jobs and core._jobs["reconcile"].done())  # the pool's first
         lease = await core.acquire(SPEC, 10)
         await FleetControl(KEY, local_fleet.url).make("tracker", run_id=core._settings.run_id, timeout_s=5)
         slow = core._control.delete
