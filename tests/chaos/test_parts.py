@@ -22,6 +22,7 @@ from serve.policy import PolicyUpdateError
 from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from serve.weight_transfer import pack_weights
+from tests.processes import name_of, started_by
 from train.data.sampler import TaskSampler
 from train.publisher import WeightPublisher
 
@@ -195,8 +196,7 @@ def get(call):
 
 def kill_newest_store():
     """Returns once its process is gone: until then it may still answer."""
-    everyone = psutil.Process().children(recursive=True)
-    store = max((p for p in everyone if "WeightStore" in " ".join(p.cmdline())), key=psutil.Process.create_time)
+    store = max((p for p in started_by() if "WeightStore" in name_of(p)), key=psutil.Process.create_time)
     store.kill()
     assert psutil.wait_procs([store], timeout=10)[1] == []
 

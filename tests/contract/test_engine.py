@@ -7,7 +7,6 @@ import signal
 import time
 from statistics import fmean
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -18,6 +17,7 @@ from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder
 from serve.weight_transfer import pack_weights
 from tests.models import byte_tokenizer, perturbed_weights, reference_logprobs, tiny_qwen3
+from tests.processes import name_of, started_by
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -251,15 +251,15 @@ async def test_a_model_that_vllm_refuses_is_told_from_a_start_that_failed(error,
 
 
 async def test_a_start_that_takes_too_long_leaves_no_process(model):
-    before = set(psutil.Process().children(recursive=True))
+    before = set(started_by())
     with pytest.raises(EngineDead, match="did not start within 0.1 s"):
         await Engine.start(CONFIG.model_copy(update={"startup_timeout_s": 0.1}), model)
-    assert not [child for child in set(psutil.Process().children(recursive=True)) - before if "Engine" in child.name()]
+    assert not [child for child in set(started_by()) - before if "Engine" in name_of(child)]
 
 
 async def test_an_engine_is_forked_from_a_process_that_has_imported_vllm(engine):
     """vLLM has no setting for it: a version that makes its processes elsewhere would spawn them, slowly, unnoticed."""
-    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
     assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())
     assert core.parent().ppid() == os.getpid()
 
@@ -274,7 +274,7 @@ async def test_another_vllm_is_named_with_the_ones_that_fit():
 async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine):
     """The last test: the engine they share does not survive it."""
     engine._config = CONFIG.model_copy(update={"generate_timeout_s": 1.0, "health_timeout_s": 1.0})
-    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
     folder = engine._folder.path
     assert folder.is_dir()
     await engine.check()
@@ -296,7 +296,7 @@ async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine
 async def test_an_update_ends_when_its_engine_does(model):
     """vLLM answers no call to a process that ends meanwhile, and its replica starts another only after the update."""
     engine = await Engine.start(CONFIG, model)
-    (core,) = (child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name())
+    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
     core.send_signal(signal.SIGSTOP)
     updating = asyncio.create_task(update(engine, perturbed_weights(model, seed=1), 1))
     await asyncio.sleep(0.3)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
@@ -22,6 +21,7 @@ from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
 from serve.ray_start import start_ray
 from serve.weight_routes import RouteError
 from tests.models import tiny_qwen3
+from tests.processes import name_of, started_by
 from train import checkpoint, learner
 from train.batch_keeper import BatchKeeper
 from train.failures import RunFailed, Unmendable
@@ -276,7 +276,7 @@ RANK, CONTROLLER = "RayTrainWorker", "TrainController"
 
 def _learner_processes(*names: str) -> list[str]:
     """Ray Train's processes of these names below this one: the raylet is our child."""
-    found = [process.name() for process in psutil.Process().children(recursive=True)]
+    found = [name_of(process) for process in started_by()]
     return [process for process in found if any(name in process for name in names or (RANK,))]
 
 

@@ -52,6 +52,7 @@ from actors.envs.local_fleet.verifier_sandbox import Verification, VerifierSandb
 from actors.envs.local_fleet.verifier_worker import Database, can_limit_reading
 from actors.envs.local_fleet.verifiers import BundleStore, decode_arguments
 from actors.envs.local_fleet.wire import ApiError
+from tests.processes import name_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = "sk-test"
@@ -824,7 +825,7 @@ def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: An
         try:
             verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(2)]
             for child in psutil.Process().children():
-                if str(tmp_path) in child.cmdline():
+                if str(tmp_path) in name_of(child):
                     child.kill()
             await asyncio.sleep(0.5)  # the loop has seen them go
             verdicts.append(await asyncio.gather(*(sandbox.run(job) for _ in range(6))))

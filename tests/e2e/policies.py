@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import psutil
 
+from tests.processes import name_of
+
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
@@ -17,19 +19,12 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
 
 def engines_of(app: str) -> list[psutil.Process]:
     """Engine processes of an application's replicas."""
-    return [p for p in psutil.process_iter() if "EngineCore" in _name(p) and replica_of(p, app) is not None]
+    return [p for p in psutil.process_iter() if "EngineCore" in name_of(p) and replica_of(p, app) is not None]
 
 
 def replica_of(engine: psutil.Process, app: str = "") -> psutil.Process | None:
     """The process of the replica that an engine's process belongs to."""
     try:
-        return next((p for p in engine.parents() if f"ServeReplica:{app}" in _name(p)), None)
+        return next((p for p in engine.parents() if f"ServeReplica:{app}" in name_of(p)), None)
     except psutil.Error:
         return None
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return " ".join([process.name(), *process.cmdline()])
-    except psutil.Error:
-        return ""

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.processes import name_of, started_by
+
 MARK = "FLEET_RL_TEST_MARK"
 RUN_TIMEOUT_S = 280
 # Small enough for seconds, large enough for several batches of several groups in several turns.
@@ -57,8 +59,7 @@ class Run:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those it started whose command line begins with ``name``."""
-        started = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in started if " ".join(process.cmdline()).startswith(name)]
+        return [process for process in started_by(self.process.pid) if f" {name}" in name_of(process)]
 
     def kill_one(self, name: str) -> None:
         """SIGKILL for the only one of :meth:`processes`."""
