@@ -34,6 +34,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.processes import children, command_line, runs, strike
+
 BLOWS = 12  # in one run, at most
 STEPS_A_BLOW = 5  # of a run, so that it is not over before all blows are struck
 BLOWS_A_MINUTE = 3  # in a run that is shorter than all blows need
@@ -212,19 +214,8 @@ class Run:
 
 
 def _is_of_kind(process: psutil.Process, kind: str) -> bool:
-    try:
-        line = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
+    line = command_line(process)
     return line.startswith(VICTIMS[kind].begins) or (kind == "local_fleet" and "actors.envs.local_fleet " in line)
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether it is there, and no zombie."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _age_s(process: psutil.Process) -> float:
@@ -232,22 +223,6 @@ def _age_s(process: psutil.Process) -> float:
         return time.time() - process.create_time()
     except psutil.NoSuchProcess:
         return 0.0
-
-
-def children(pid: int) -> list[psutil.Process]:
-    """All that a process has started, and they in turn; none where it is gone."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def strike(process: psutil.Process, blow: signal.Signals) -> None:
-    """Send a signal, if there is still somebody to send it to."""
-    try:
-        process.send_signal(blow)
-    except psutil.NoSuchProcess:
-        return
 
 
 def losses(folder: Path, steps: int) -> Counter[str]:
@@ -298,14 +273,14 @@ class Soak:
                     if number and (time.monotonic() > end or not run.has_room()):
                         break
                     time.sleep(rng.uniform(0, MOMENT_S))
-                    self.strike(run, next(kinds), rng)
+                    self._strike(run, next(kinds), rng)
                 run.finish()
             self._check(run, "struck" if blows else "undisturbed")
         except RunLost as error:
             self.lost["failed_runs"] += 1
             print(f"{run.folder.name}: {error}", flush=True)
 
-    def strike(self, run: Run, kind: str, rng: random.Random) -> None:
+    def _strike(self, run: Run, kind: str, rng: random.Random) -> None:
         self.kills[kind] += 1
         seconds = run.strike(kind, rng)
         self.recoveries.setdefault(kind, []).append(seconds)

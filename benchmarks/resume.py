@@ -42,7 +42,8 @@ import psutil
 
 from actors.lease_table import SlotState
 from actors.weight_store import STATE_FILE
-from benchmarks.chaos import Life, RunLost, children, runs, strike
+from benchmarks.chaos import Life, RunLost
+from benchmarks.processes import children, runs, strike
 from benchmarks.run_difference import differences, training_rows
 from train import checkpoint
 from train.resume import CHECKPOINTS, SUMMARY

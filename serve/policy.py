@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -45,6 +46,7 @@ ROLL_CALL_TIMEOUT_S = 10.0  # a replica answers at once, whatever its engine doe
 REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 CALLER_ENVIRONMENT = {"RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}  # for actors that only await the policy
 
+_ENGINE_SAID = re.compile(rf"(?:{EngineDead.__name__}|{ModelRefused.__name__}): ")  # in a traceback
 logger = logging.getLogger(__name__)
 
 
@@ -621,8 +623,5 @@ def _wait_until_running(app_name: str, timeout_s: float) -> None:
 def _reason(message: str) -> str:
     """The engine's own words in the traceback that Serve reports, else the traceback's last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
-    names = tuple(f"{kind.__name__}: " for kind in (EngineDead, ModelRefused))
-    reason = next((line for line in reversed(lines) if any(name in line for name in names)), lines[-1])
-    for name in names:
-        reason = reason.rpartition(name)[2]
-    return f"{reason} (more in its worker's log, usually in /tmp/ray/session_latest/logs)"
+    reason = next((line for line in reversed(lines) if _ENGINE_SAID.search(line)), lines[-1])
+    return f"{_ENGINE_SAID.split(reason)[-1]} (more in its worker's log, usually in /tmp/ray/session_latest/logs)"

@@ -23,8 +23,8 @@ KEYS = {
     "trainer.eval_before_train": "false",
     "trainer.eval_after_train": "false",
     "generator.deadlines.step": 3,
-    "policy.health_timeout_s": 30,
     "generator.deadlines.verify": 5,
+    "policy.health_timeout_s": 30,  # the blows here do not hang, and an engine is slow beside other tests
 }
 
 

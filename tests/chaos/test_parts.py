@@ -18,11 +18,11 @@ from actors.rollout_worker import GroupOrder, Peers
 from actors.task import parse_task
 from actors.trajectory import Group, InfraFailed
 from actors.weight_store import ACTOR_NAME, PinnedWeights, SnapshotLost, WeightStore
+from benchmarks.processes import children, command_line
 from serve.policy import PolicyUpdateError
 from serve.ray_start import start_ray
 from serve.sampling import Sampling
 from serve.weight_transfer import pack_weights
-from tests.processes import name_of, started_by
 from train.data.sampler import TaskSampler
 from train.publisher import WeightPublisher
 
@@ -196,7 +196,7 @@ def get(call):
 
 def kill_newest_store():
     """Returns once its process is gone: until then it may still answer."""
-    store = max((p for p in started_by() if "WeightStore" in name_of(p)), key=psutil.Process.create_time)
+    store = max((p for p in children() if "WeightStore" in command_line(p)), key=psutil.Process.create_time)
     store.kill()
     assert psutil.wait_procs([store], timeout=10)[1] == []
 

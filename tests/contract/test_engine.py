@@ -9,7 +9,9 @@ from statistics import fmean
 
 import pytest
 import pytest_asyncio
+from vllm.model_executor.models import ModelRegistry
 
+from benchmarks.processes import children, command_line
 from serve.config import PolicyConfig
 from serve.engine import Engine, _check_vllm_version, _is_refusal
 from serve.engine_errors import EngineDead, GenerateTimeout, ModelRefused, RequestRefused
@@ -17,7 +19,6 @@ from serve.sampling import Sampling
 from serve.shared_folder import SharedFolder
 from serve.weight_transfer import pack_weights
 from tests.models import byte_tokenizer, perturbed_weights, reference_logprobs, tiny_qwen3
-from tests.processes import name_of, started_by
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -238,29 +239,26 @@ async def test_a_model_that_does_not_load_ends_the_start_with_a_reason(tmp_path)
         await Engine.start(CONFIG, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("error", "refusal"),
-    [
-        (ValueError("Model architectures ['OfNobody'] are not supported"), True),
-        (ValueError("Model architectures ['Qwen3ForCausalLM'] failed to be inspected. Please check the logs"), False),
-        (RuntimeError("Engine core initialization failed"), False),
-    ],
-)
-async def test_a_model_that_vllm_refuses_is_told_from_a_start_that_failed(error, refusal):
-    assert _is_refusal(error) is refusal
+@pytest.mark.parametrize(("architecture", "refusal"), [("OfNobody", True), ("Qwen3ForCausalLM", False)])
+async def test_a_model_that_vllm_refuses_is_told_from_one_that_it_could_not_look_at(architecture, refusal):
+    with pytest.raises(ValueError) as raised:  # of a kind that it knows it says so where looking at it failed
+        ModelRegistry._raise_for_unsupported([architecture])
+    assert _is_refusal(raised.value) is refusal
+    assert not _is_refusal(RuntimeError("Engine core initialization failed"))
 
 
 async def test_a_start_that_takes_too_long_leaves_no_process(model):
-    before = set(started_by())
+    before = set(children())
     with pytest.raises(EngineDead, match="did not start within 0.1 s"):
         await Engine.start(CONFIG.model_copy(update={"startup_timeout_s": 0.1}), model)
-    assert not [child for child in set(started_by()) - before if "Engine" in name_of(child)]
+    assert not [child for child in set(children()) - before if "Engine" in command_line(child)]
 
 
 async def test_an_engine_is_forked_from_a_process_that_has_imported_vllm(engine):
     """vLLM has no setting for it: a version that makes its processes elsewhere would spawn them, slowly, unnoticed."""
-    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
+    (core,) = (child for child in children() if "EngineCore" in command_line(child))
     assert "multiprocessing.forkserver" in " ".join(core.parent().cmdline())
+    assert any("/vllm/" in mapped.path for mapped in core.parent().memory_maps())
     assert core.parent().ppid() == os.getpid()
 
 
@@ -274,7 +272,7 @@ async def test_another_vllm_is_named_with_the_ones_that_fit():
 async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine):
     """The last test: the engine they share does not survive it."""
     engine._config = CONFIG.model_copy(update={"generate_timeout_s": 1.0, "health_timeout_s": 1.0})
-    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
+    (core,) = (child for child in children() if "EngineCore" in command_line(child))
     folder = engine._folder.path
     assert folder.is_dir()
     await engine.check()
@@ -296,7 +294,7 @@ async def test_an_engine_that_hangs_is_found_dead_and_its_process_is_gone(engine
 async def test_an_update_ends_when_its_engine_does(model):
     """vLLM answers no call to a process that ends meanwhile, and its replica starts another only after the update."""
     engine = await Engine.start(CONFIG, model)
-    (core,) = (child for child in started_by() if "EngineCore" in name_of(child))
+    (core,) = (child for child in children() if "EngineCore" in command_line(child))
     core.send_signal(signal.SIGSTOP)
     updating = asyncio.create_task(update(engine, perturbed_weights(model, seed=1), 1))
     await asyncio.sleep(0.3)

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.replay_buffer import ReplayBuffer
 from actors.replay_buffer_core import GroupHeader
 from actors.trajectory import Graded, Group, Span, StopReason, Trajectory
+from benchmarks.processes import children, command_line
 from serve.ray_start import start_ray
 from serve.weight_routes import RouteError
 from tests.models import tiny_qwen3
-from tests.processes import name_of, started_by
 from train import checkpoint, learner
 from train.batch_keeper import BatchKeeper
 from train.failures import RunFailed, Unmendable
@@ -276,7 +276,7 @@ RANK, CONTROLLER = "RayTrainWorker", "TrainController"
 
 def _learner_processes(*names: str) -> list[str]:
     """Ray Train's processes of these names below this one: the raylet is our child."""
-    found = [name_of(process) for process in started_by()]
+    found = [command_line(process) for process in children()]
     return [process for process in found if any(name in process for name in names or (RANK,))]
 
 
@@ -353,6 +353,11 @@ def test_checkpoint_is_whole_and_loads_in_transformers(two_ranks, model_path):
 
 
 def test_one_rank_equals_two_and_fails_by_name_when_no_batch_comes(one_rank, two_ranks):
+    (controller,) = (process for process in children() if CONTROLLER in command_line(process))
+    libraries = {Path(mapped.path).name.partition(".")[0] for mapped in controller.memory_maps()}
+    assert "libtorch_cpu" in libraries and "_safetensors_rust" not in libraries, "it loads what only ranks need"
+    assert _learner_processes("AutoscalingCoordinator") == []
+
     message = "no batch for step 3 in 4 s: 0 of 3 groups are buffered; no ticket is out, 27 could be given"
     assert one_rank.fails() == message
     for step in (1, 2):
@@ -505,18 +510,20 @@ def test_a_learner_that_can_no_more_be_told_to_stop_fails_instead_of_ending_as_i
     assert "headless:learner-control" in run.fails()
 
 
-def test_a_rank_that_hangs_is_killed_by_stop_and_leaves_its_place_to_another_one(model_path, groups, tmp_path):
-    place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
-    run = Run(
-        tmp_path / "hanging",
-        model_path,
-        _buffer(groups[:GROUPS]),
-        publish_s=10 * DEADLINE_S,
-        resources_per_worker=place,
-    )
+def test_a_rank_that_hangs_is_killed_by_stop(model_path, groups, tmp_path):
+    run = Run(tmp_path / "hanging", model_path, _buffer(groups[:GROUPS]), publish_s=10 * DEADLINE_S)
     run.wait((run.folder / "step-1.safetensors").exists)
     run.handle.stop(1)
-    assert run.handle.done and run.fails() == "it was killed: it had not stopped after 1 s"
+    assert run.fails() == "it was killed: it had not stopped after 1 s"
+    assert _learner_leaves_nothing()
+
+
+def test_a_learner_that_is_killed_leaves_its_place_to_another_one(model_path, groups, tmp_path):
+    place = {"CPU": 0.75 * ray.cluster_resources()["CPU"]}
+    run = Run(tmp_path / "killed", model_path, _buffer(groups[:GROUPS]), total_steps=9, resources_per_worker=place)
+    run.wait(lambda: run.metrics)
+    assert run.handle.kill("another one is to come")
+    assert run.handle.done and run.fails() == "another one is to come"
     assert _learner_leaves_nothing()
     deadline = time.monotonic() + DEADLINE_S
     while ray.available_resources().get("CPU", 0) < place["CPU"]:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ from fleet.resources.sqlite import SQLiteResource
 from mcp import ClientSession
 from mcp.client.streamable_http import streamable_http_client
 
+from actors.envs import fleet as fleet_client
+from actors.envs.fleet import FleetControl
+from actors.envs.local_fleet import verifier_sandbox
 from actors.envs.local_fleet.application import Tool, ToolError
 from actors.envs.local_fleet.faults import Fault, FaultFileError, FaultInjector, FaultPlan, load_fault_plan
 from actors.envs.local_fleet.process import LocalFleetError, LocalFleetProcess
@@ -52,7 +57,7 @@ from actors.envs.local_fleet.verifier_sandbox import Verification, VerifierSandb
 from actors.envs.local_fleet.verifier_worker import Database, can_limit_reading
 from actors.envs.local_fleet.verifiers import BundleStore, decode_arguments
 from actors.envs.local_fleet.wire import ApiError
-from tests.processes import name_of
+from benchmarks.processes import command_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = "sk-test"
@@ -823,9 +828,9 @@ def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: An
         sandbox = VerifierSandbox(tmp_path)
         sandbox.start()
         try:
-            verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(2)]
+            verdicts = [await asyncio.gather(*(sandbox.run(job, crash=n % 3 == 0) for n in range(6))) for _ in range(5)]
             for child in psutil.Process().children():
-                if str(tmp_path) in name_of(child):
+                if str(tmp_path) in command_line(child):
                     child.kill()
             await asyncio.sleep(0.5)  # the loop has seen them go
             verdicts.append(await asyncio.gather(*(sandbox.run(job) for _ in range(6))))
@@ -835,8 +840,33 @@ def test_whatever_kills_its_workers_the_sandbox_goes_on(tmp_path: Path, loop: An
 
     with asyncio.Runner(loop_factory=loop) as runner:
         rounds = runner.run(asyncio.wait_for(drill(), 60))
-    assert [sum(successes) for successes in rounds[:-1]] == [4] * 2, "only those that were to crash have failed"
+    assert [sum(successes) for successes in rounds[:-1]] == [4] * 5, "only those that were to crash have failed"
     assert rounds[-1] == [True] * 6, "nothing was under way in the workers that were killed"
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_hangs_costs_one_verdict_and_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(verifier_sandbox, "_ANSWER_MARGIN_S", 0.5)
+    job = Verification("def verify(env):\n    return 1.0\n", "verify", [], {}, {}, "i", "e", {}, 0.5)
+    sandbox = VerifierSandbox(tmp_path, workers=1)
+    sandbox.start()
+    try:
+        async with asyncio.timeout(30):
+            while not (await sandbox.run(job)).success:  # the first one waits for the worker
+                await asyncio.sleep(0.1)
+        (worker,) = (child for child in psutil.Process().children() if str(tmp_path) in command_line(child))
+        worker.suspend()
+        hung = await sandbox.run(job)
+        assert (hung.success, hung.error["message"]) == (False, "the verifier's worker was lost: no answer within 1 s")
+        worker.wait(10)
+        assert (await sandbox.run(replace(job, timeout_s=10.0))).success
+    finally:
+        await sandbox.close()
+
+
+def test_a_worker_is_given_up_on_before_the_client_gives_up_on_the_verdict() -> None:
+    waits_s = inspect.signature(FleetControl.verify).parameters["timeout_s"].default
+    assert fleet_client.VERIFIER_TIMEOUT_S + verifier_sandbox._ANSWER_MARGIN_S < waits_s
 
 
 @pytest.mark.asyncio
@@ -874,8 +904,9 @@ async def test_hanging_and_slow_replies_hold_up_nobody_else(server: Server) -> N
     )
     async with httpx.AsyncClient(timeout=30) as client:
         hanging = asyncio.create_task(client.post(env.urls.manager.reset, timeout=1.0))
-        while not (await client.get(f"{server.url}/_local/faults")).json()["faults"][0]["struck"]:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(10):
+            while not (await client.get(f"{server.url}/_local/faults")).json()["faults"][0]["struck"]:
+                await asyncio.sleep(0.02)
         assert (await client.post(env.urls.manager.reset)).status_code == 504
         started = time.monotonic()
         assert (await client.post(env.urls.manager.reset)).status_code == 200

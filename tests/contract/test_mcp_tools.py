@@ -252,8 +252,9 @@ async def test_cancelling_a_call_cancels_it_at_once():
         tools = McpTools(root)
         await tools.open(None, 5)
         calling = asyncio.create_task(tools.call("t", {}, 60))
-        while "tools/call" not in server.seen:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while "tools/call" not in server.seen:
+                await asyncio.sleep(0.01)
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(1):

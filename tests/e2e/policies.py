@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-from tests.processes import name_of
+from benchmarks.processes import command_line
 
 
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
@@ -19,12 +19,12 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
 
 def engines_of(app: str) -> list[psutil.Process]:
     """Engine processes of an application's replicas."""
-    return [p for p in psutil.process_iter() if "EngineCore" in name_of(p) and replica_of(p, app) is not None]
+    return [p for p in psutil.process_iter() if "EngineCore" in command_line(p) and replica_of(p, app) is not None]
 
 
 def replica_of(engine: psutil.Process, app: str = "") -> psutil.Process | None:
     """The process of the replica that an engine's process belongs to."""
     try:
-        return next((p for p in engine.parents() if f"ServeReplica:{app}" in name_of(p)), None)
+        return next((p for p in engine.parents() if f"ServeReplica:{app}" in command_line(p)), None)
     except psutil.Error:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.processes import name_of, started_by
+from benchmarks.processes import children, command_line
 
 MARK = "FLEET_RL_TEST_MARK"
 RUN_TIMEOUT_S = 280
@@ -59,7 +59,7 @@ class Run:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those it started whose command line begins with ``name``."""
-        return [process for process in started_by(self.process.pid) if f" {name}" in name_of(process)]
+        return [process for process in children(self.process.pid) if command_line(process).startswith(name)]
 
     def kill_one(self, name: str) -> None:
         """SIGKILL for the only one of :meth:`processes`."""

@@ -141,6 +141,7 @@ def test_at_learning_rate_zero_the_policy_and_its_held_out_pass_rate_stay(cluste
     for (name, before), after in zip(shipped.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(before, after), name
     summary = json.loads((tmp_path / "frozen" / "summary.json").read_text())
+    assert summary["steps"] == 5
     noise = math.hypot(summary["stderr_before"], summary["stderr_after"])
     assert abs(summary["pass_at_1_after"] - summary["pass_at_1_before"]) < 4 * noise
     # Greedily nothing is drawn; only a tie of two tokens may fall the other way in a batch of another size.

@@ -101,7 +101,9 @@ def test_a_tree_of_processes_dies_at_one_moment_so_that_nobody_starts_a_dead_one
     started = tmp_path / "started"
     again = f"while :; do echo x >> {started}; sleep 60; done"
     root = psutil.Popen(["sh", "-c", f"(sh -c '{again}') & (sh -c '{again}') & wait"])
+    deadline = time.monotonic() + 20
     while not started.exists() or len(started.read_text()) < 4:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     everyone = [root, *root.children(recursive=True)]
     kill_tree(root)
