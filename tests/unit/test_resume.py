@@ -325,6 +325,12 @@ def test_where_that_fails_too_it_has_cost_one_restart(config, monkeypatch, step)
     assert parts.did[-3:] == ["end", "start", "end"]
 
 
+def test_a_part_whose_failure_would_come_again_is_not_replaced(config, monkeypatch):
+    parts, end = Parts(), Unmendable("learner: no such route")
+    assert lives(config, monkeypatch, parts, (2, end)) is end
+    assert parts.did == ["start", "end"]
+
+
 def test_a_run_that_is_not_in_training_or_may_not_is_not_taken_back_in_parts(config, monkeypatch):
     parts = Parts(can_go_back=False)
     assert lives(config, monkeypatch, parts, (2, DIED), (9, WELL)) == 0
