@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import ray
 import torch
+from ray import serve
+from ray.serve.schema import ApplicationStatus
 
 from actors.weight_store import WeightStore
 from serve.config import PolicyConfig
@@ -236,11 +238,11 @@ def test_the_policy_ends_with_the_run_it_belongs_to(client, store):
     client.shutdown()
 
 
-def test_a_model_that_vllm_refuses_ends_the_start_at_once_with_its_reason(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr("serve.policy.CONSTRUCTOR_TRIES", 1000)
+def test_a_model_that_vllm_refuses_ends_the_start_at_once_with_its_reason(cluster, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     client = deploy_policy(CONFIG.model_copy(update={"num_replicas": 1}), str(tmp_path), None, f"{APP}-broken")
     with pytest.raises(PolicyStartError, match="the policy did not start: the engine did not start: .*model"):
         client.wait_until_healthy(CONFIG.startup_timeout_s)
+    assert serve.status().applications[f"{APP}-broken"].status == ApplicationStatus.DEPLOYING, "it was tried again"
     client.shutdown()
     assert not folders() and not engines_of(APP)
