@@ -110,18 +110,19 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     began = time.monotonic()
+    from train.run import keep_ray_private
+
+    keep_ray_private()  # before anything below imports Ray
     from train import checkpoint_eval as job
     from train.config import ConfigError, known_keys
     from train.eval_upload import eval_prefix
     from train.evaluate import aggregate, attempts_of, dump_eval
     from train.preflight import check_store
-    from train.run import keep_ray_private
     from train.s3 import StorageError
 
     for word in overrides:
         if word.startswith("--") and "." not in (key := word[2:].partition("=")[0]) and key not in known_keys():
             raise ConfigError(f"unknown option {word}; fleet-rl eval --help lists them")
-    keep_ray_private()
     run, is_run = job.find_config(options.target, overrides)
     if options.endpoint is not None:
         policy = job.Policy(options.model, None)

@@ -6,6 +6,7 @@ Exit codes: 0 the run finished, 1 it failed, 2 the input was wrong (nothing was 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"  # what the run was told
 BEFORE = "before.json"  # the evaluation before training, for a run that is resumed
 POLL_S = 0.5
+RAY_TOKEN = secrets.token_hex(32)  # of the Ray that this process starts, in all of a run's lives
 USAGE = "usage: python -m train.run CONFIG [--dotted.key value ...]   (--help lists every key)"
 
 
@@ -60,6 +62,7 @@ def run(config: RunConfig, started: float) -> int:
         RunFailed: the run could not go on; everything it started is ended.
         KeyboardInterrupt: a signal came; likewise.
     """
+    keep_ray_private()
     with quick_loading():
         from train.preflight import RunFolder, check_inputs
         from train.resume import prepare
@@ -138,7 +141,6 @@ def _run(
     Buffer, Conductor and learner hold what a checkpoint holds: the death of one takes the other two along, and they go
     back to it while all others live on. If that does not help, it is one of the others that has to go.
     """
-    keep_ray_private()
     if inputs.kept is not None:
         from train.train_only import train_only
 
@@ -203,12 +205,13 @@ def _evaluate_and_train(
 
 
 def keep_ray_private() -> None:
-    """A Ray that is started here is reached by this machine only: no token, no file of one in the home folder.
+    """A Ray that is started here serves this process and what it starts: its token is in no file.
 
-    Ray reads this when it is imported, and a shell set up for a cluster may say otherwise.
+    Serve and torch listen on every interface, and Serve unpickles what it is sent. A shell set up for a cluster may say
+    otherwise. Ray reads this when it is imported, after which a change would lock this process out.
     """
-    if not os.environ.get("RAY_ADDRESS"):
-        os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": RAY_TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def evaluate(system: System, tracker: Tracker, progress: ProgressDisplay, step: int) -> list[EvalResult]:
@@ -240,7 +243,13 @@ def train(system: System, tracker: Tracker, progress: ProgressDisplay, restarts:
 def _record(system: System, tracker: Tracker, progress: ProgressDisplay) -> None:
     for metrics in system.new_steps():
         tracker.log(metrics)
-        progress.update({"reward": metrics["reward/avg_raw_reward"], "staleness": metrics.get("staleness/mean")})
+        progress.update(
+            {
+                "step": int(metrics["trainer/global_step"]),
+                "reward": metrics["reward/avg_raw_reward"],
+                "staleness": metrics.get("staleness/mean"),
+            }
+        )
 
 
 def _record_evaluations(results: list[EvalResult], tracker: Tracker, progress: ProgressDisplay) -> None:
