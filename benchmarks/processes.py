@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections import Counter
 
 import psutil
 
@@ -37,3 +39,26 @@ def strike(process: psutil.Process, blow: signal.Signals) -> None:
         process.send_signal(blow)
     except psutil.NoSuchProcess:
         return
+
+
+def cpu_seconds() -> Counter[str]:
+    """CPU time so far of this process and all it has started, by name: an actor's, a module's or a program's."""
+    seconds: Counter[str] = Counter()
+    for process in (psutil.Process(), *children()):
+        try:
+            times = process.cpu_times()
+            seconds[_name(process)] += times.user + times.system
+        except psutil.Error:
+            continue
+    return seconds
+
+
+def _name(process: psutil.Process) -> str:
+    line = command_line(process)
+    actor = re.match(r"ray::(\w+)", line)
+    module = re.search(r"-m ([\w.]+)|/(\w+)\.py", line)
+    if actor:
+        return actor.group(1)
+    if module:
+        return module.group(1) or module.group(2)
+    return process.name()

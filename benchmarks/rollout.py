@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from actors.trajectory import Trajectory
+from benchmarks.processes import cpu_seconds
 from serve.sampling import Sampling
 from train.config import RunConfig, load_config
 from train.preflight import check_inputs
@@ -35,17 +37,17 @@ SMOLLM2 = Path("models/smollm2-135m")
 RAW_TIMEOUT_S = 1800
 
 
-def run_pipeline(config: RunConfig, groups: int, warm_up: int) -> tuple[float, list[Trajectory]]:
-    """Seconds and trajectories of ``groups`` training groups, all dispatched at once behind the usual limits."""
+def run_pipeline(config: RunConfig, groups: int, warm_up: int) -> tuple[float, list[Trajectory], Counter[str]]:
+    """Seconds, trajectories and CPU seconds by process of ``groups`` training groups, all dispatched at once."""
     from train.system import System
 
     with System(config, check_inputs(config), steps=1) as system:
         system.start(lambda status: print(status.get("phase", ""), flush=True), with_learner=False)
         system.roll_out(warm_up, "warm-up")
-        begun = time.monotonic()
+        begun, cpu_begun = time.monotonic(), cpu_seconds()
         done = system.roll_out(groups, "measured")
-        seconds = time.monotonic() - begun
-    return seconds, [trajectory for group in done for trajectory in group.trajectories]
+        seconds, cpu = time.monotonic() - begun, cpu_seconds() - cpu_begun
+    return seconds, [trajectory for group in done for trajectory in group.trajectories], cpu
 
 
 def requests_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
@@ -76,7 +78,7 @@ def run_raw(config: RunConfig, trajectories: list[Trajectory]) -> float:
 def measure(path: Path, groups: int, warm_up: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(path, ["--output_dir", folder, "--name", "benchmark", "--tracking.wandb", "false"])
-        pipeline_s, trajectories = run_pipeline(config, groups, warm_up)
+        pipeline_s, trajectories, cpu = run_pipeline(config, groups, warm_up)
     # In a process of its own: vLLM in this one would write to the terminal after the last line.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
         raw_s = alone.submit(run_raw, config, trajectories).result(timeout=RAW_TIMEOUT_S)
@@ -88,6 +90,9 @@ def measure(path: Path, groups: int, warm_up: int) -> dict[str, Any]:
         "episodes": len(trajectories),
         "tokens": tokens,
         "concurrent": config.generator.max_inflight_episodes,
+        "cpu_ms_per_episode": {
+            name: round(seconds * 1e3 / len(trajectories), 2) for name, seconds in cpu.most_common(12)
+        },
     }
 
 

@@ -135,6 +135,8 @@ class Rank:
         self._ranks = ray.train.get_context().get_world_size()
         self._device = ray.train.torch.get_device() if settings.use_gpu else torch.device("cpu")
         torch.set_num_threads(settings.threads)
+        # It compiles for each new shape of attention, a tenth of a second each, and nearly every segment has its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.manual_seed(settings.seed)
         # Trained so far, checkpointed so far, and the last published version.
         self._step, self._saved_step, self._version = 0, 0, 0

@@ -218,12 +218,29 @@ def tree_attention(
     keys = key.index_select(2, segments.paths).split(segments.path_sizes, dim=2)
     values = value.index_select(2, segments.paths).split(segments.path_sizes, dim=2)
     queries = query.split(segments.sizes, dim=2)
-    grouped = query.shape[1] != key.shape[1]
+    heads_a_key = query.shape[1] // key.shape[1]
+    # The GPU's memory-efficient kernel, the one that takes any mask, knows no grouped heads.
+    repeated = heads_a_key if query.is_cuda else 1
     outputs = [
-        functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        _attend(q, k, v, mask, scaling, repeated)
         for q, k, v, mask in zip(queries, keys, values, segments.masks, strict=True)
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    repeated: int,
+) -> torch.Tensor:
+    """One segment's. ``repeated``: how often each head of keys and values is copied before."""
+    if repeated > 1:
+        key, value = (tensor.repeat_interleave(repeated, dim=1) for tensor in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

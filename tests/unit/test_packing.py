@@ -268,3 +268,22 @@ def test_sliding_window_models_are_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="sliding-window"):
         PackedPolicy(Qwen2ForCausalLM(config), 1.0)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_copied_heads_attend_as_grouped_ones_and_as_a_softmax_in_float64(scaling):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, nodes, 8) for heads, nodes in ((6, 5), (2, 9), (2, 9)))
+    mask = torch.full((5, 9), float("-inf")).triu(5)
+    exact = [tensor.double() for tensor in (query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1))]
+    scores = exact[0] @ exact[1].transpose(2, 3) * (scaling or 8**-0.5) + mask.double()
+    expected = scores.softmax(-1) @ exact[2]
+    gradients = []
+    for repeated in (1, 3):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        found = train.packing._attend(*inputs, mask, scaling, repeated)
+        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+        (found * expected.float()).sum().backward()
+        gradients.append([tensor.grad for tensor in inputs])
+    for grouped, copied in zip(*gradients, strict=True):
+        torch.testing.assert_close(copied, grouped, atol=1e-5, rtol=0)
