@@ -16,6 +16,7 @@ import numpy as np
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "fleet-rl-"
+_LEFT = "left-behind"
 
 
 class SharedFolder:
@@ -49,6 +50,14 @@ class SharedFolder:
         finally:
             path.unlink(missing_ok=True)
 
+    def leave(self, names: Iterable[str]) -> None:
+        """Have :func:`remove_abandoned` remove these files beside the folder, and it, once this process is dead.
+
+        For what belongs to a library that still uses it when this process ends.
+        """
+        (self.path / _LEFT).write_text("\n".join(names), encoding="utf-8")
+        self._remove.detach()
+
     def close(self) -> None:
         """Remove the folder. Idempotent; also done when the object or the interpreter goes."""
         self._remove()
@@ -75,9 +84,20 @@ def _remove_if_abandoned(path: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_uid == os.geteuid():  # another user's list is no order to follow
+            _remove_left(path)
         shutil.rmtree(path, ignore_errors=True)
         return not path.exists()
     except BlockingIOError:
         return False
     finally:
         os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    try:
+        names = (path / _LEFT).read_text(encoding="utf-8").split()
+    except OSError:
+        return
+    for name in names:
+        (path.parent / Path(name).name).unlink(missing_ok=True)

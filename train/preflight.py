@@ -264,7 +264,7 @@ def check_gpus(config: RunConfig) -> None:
     replicas = policy.num_replicas + policy.eval_replicas if config.debug.train_only is None else 0
     of_policy = replicas * policy.num_gpus
     of_learner = learner.num_workers * learner.num_gpus if learner.use_gpu and not config.debug.rollout_only else 0
-    needed = of_policy + of_learner
+    needed = round(of_policy + of_learner, 4)  # Ray counts in ten-thousandths
     here = len(list(DEVICES.glob("nvidia[0-9]*")))
     if needed > here:
         raise ConfigError(

@@ -8,11 +8,14 @@ originals again while a copy is still on its way to the store.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from serve.policy import Member, PolicyClient, PolicyUpdateError
+from serve.shared_folder import SHARED_MEMORY, SharedFolder
 from serve.side_thread import in_thread
 from serve.weight_group import CHUNK_BYTES, WeightGroup, join_group, listener, load_communicator
 from serve.weight_layout import WeightImage, WeightLayout
@@ -243,6 +247,8 @@ class _Sending:
         """How to map each rank's copy on its GPU, by GPU UUID. Returns once every rank has staged."""
         if not self._handles:
             mine = {self._gpu: export_handle(self._image.data)}
+            if files := ipc_files(os.getpid()):
+                SharedFolder("cuda-ipc").leave(files)
             self._handles = {gpu: handle for part in self._gather(mine) for gpu, handle in part.items()}
         elif self._several:
             dist.barrier()
@@ -361,3 +367,13 @@ def export_handle(data: torch.Tensor) -> bytes:
     from torch.multiprocessing.reductions import reduce_tensor
 
     return pickle.dumps(reduce_tensor(data)[1])
+
+
+def ipc_files(pid: int, root: Path = SHARED_MEMORY) -> list[str]:
+    """What a process that has exported memory holds in shared memory: CUDA's file, and torch's count of users.
+
+    CUDA never removes its own, and torch none where the process does not end in order. Neither may go before the
+    process: torch ends it hard where its file is missing.
+    """
+    own = re.compile(rf"torch_{pid}_.+|cuda\.shm\.\w+\.{pid:x}\..+")
+    return [path.name for path in root.iterdir() if own.fullmatch(path.name)]

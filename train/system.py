@@ -26,6 +26,7 @@ from actors.weight_store import ACTOR_NAME as WEIGHT_STORE
 from actors.weight_store import PinnedWeights, WeightStore
 from serve.policy import CALLER_ENVIRONMENT, PolicyClient, PolicyStartError, PolicyUpdateError, deploy_policy
 from serve.sampling import Sampling
+from serve.shared_folder import remove_abandoned
 from train.actor_calls import CALL_TIMEOUT_S, answer, answer_if_any, answer_of, has_answer
 from train.batch_keeper import BatchKeeper
 from train.config import RunConfig
@@ -158,6 +159,7 @@ class System:
         needed += config.generator.num_workers * config.generator.worker_num_cpus
         needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
         start_run_ray(config, needed)
+        self._cleanup.callback(remove_abandoned)  # what only its processes' end makes free
         self._cleanup.callback(ray.shutdown)
 
     def _start_data_plane(self) -> None:

@@ -22,6 +22,7 @@ from serve.snapshot_header import SnapshotError, check_shapes, read_header
 from serve.weight_layout import checksum
 from serve.weight_transfer import check_received, checkpoint_shapes, pack_weights, read_snapshot
 from tests.models import perturbed_weights, reference_logprobs, tiny_qwen3
+from train.publisher import ipc_files
 
 WEIGHTS = {
     "a.weight": torch.arange(12.0).reshape(3, 4),
@@ -127,6 +128,31 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path):
         owner.wait(10)
         owner.stdout.close()
         mine.close()
+
+
+@pytest.mark.parametrize("end", ["exit", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_what_a_process_leaves_behind_goes_once_it_is_dead(tmp_path, end):
+    root = tmp_path / "shared"
+    root.mkdir()
+    (tmp_path / "outside").touch()
+    (root / "of-another").touch()
+    program = (
+        "import os, sys; from pathlib import Path; from serve.shared_folder import SharedFolder, remove_abandoned;"
+        f"root = Path({str(root)!r}); (root / 'count').touch();"
+        "SharedFolder('ipc', root=root).leave(['count', 'gone-by-itself', '../outside']);"
+        f"assert remove_abandoned(root) == [] and (root / 'count').exists(); {end}"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=60, check="kill" not in end)
+    assert (root / "count").exists()
+    assert len(remove_abandoned(root)) == 1
+    assert [path.name for path in root.iterdir()] == ["of-another"] and (tmp_path / "outside").exists()
+
+
+def test_files_of_exported_memory_are_found_by_the_process_that_made_them(tmp_path):
+    """The names are those seen on an H200: torch counts in decimal, CUDA in hexadecimal."""
+    for name in ("cuda.shm.0.100b.1", "torch_4107_3666668229_0", "cuda.shm.0.4107.1", "torch_41070_1_0", "sem.x"):
+        (tmp_path / name).touch()
+    assert sorted(ipc_files(4107, tmp_path)) == ["cuda.shm.0.100b.1", "torch_4107_3666668229_0"]
 
 
 CONFIG = PolicyConfig(max_model_len=1024, max_num_seqs=8, enforce_eager=True, kv_cache_gib=0.1)

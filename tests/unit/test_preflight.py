@@ -11,7 +11,7 @@ import pytest
 
 from train import preflight
 from train.config import ConfigError, load_config
-from train.preflight import RunFolder, check_disk, check_inputs
+from train.preflight import RunFolder, check_disk, check_gpus, check_inputs
 from train.run import main
 
 DEMO = Path("configs/demo.yaml")
@@ -113,6 +113,17 @@ def test_more_gpus_than_this_machine_has(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     line = complaint(capsys, tmp_path, "--policy.num_gpus", "1", "--policy.num_replicas", "2")
     assert "the run needs 2 GPUs" in line and "this machine has 1" in line
+
+
+def test_fractions_that_fill_the_gpus_to_the_last_are_enough(tmp_path, monkeypatch):
+    """In floating point the sum is above 3."""
+    monkeypatch.setattr("train.preflight.DEVICES", tmp_path)
+    for number in range(3):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = {"--policy.num_gpus": "0.8", "--policy.num_replicas": "3", "--trainer.learner.use_gpu": "true"}
+    options |= {"--trainer.learner.num_gpus": "0.1", "--trainer.learner.num_workers": "6"}
+    check_gpus(load_config(DEMO, [word for option in options.items() for word in option]))
 
 
 def test_a_malformed_fault_file(capsys, tmp_path):
