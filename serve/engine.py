@@ -599,6 +599,7 @@ def generate_offline(
     With ``ignore_eos`` exactly ``max_tokens`` are sampled for each prompt.
     """
     os.environ.update(config.environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    _ask_for_amx()
     options = vars(_engine_args(config, model_path))
     for name in ("enable_log_requests", "worker_extension_cls", "weight_transfer_config"):
         options.pop(name)
@@ -819,8 +820,16 @@ class _EndsWithParent:
         tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]  # vLLM leaves its rendezvous file behind
         # Semaphores of the spawn context have names in /dev/shm, which stay when this process is killed.
         multiprocessing.set_start_method("fork", force=True)
+        _ask_for_amx()
         threading.Thread(target=_end_with_parent, args=[self._grace_s], name="end-with-parent", daemon=True).start()
         super()._init_executor()
+
+
+def _ask_for_amx() -> None:
+    """Linux kills a process that uses the tiles of an Intel CPU without having asked for them. vLLM uses them for bf16
+    and leaves it to oneDNN to ask, which does not always come first."""
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        logger.warning("this CPU has AMX, but the kernel does not grant it: an engine in bfloat16 may die")
 
 
 def _end_with_parent(grace_s: float) -> None:
