@@ -617,22 +617,23 @@ class EnvPoolCore:
         """
         self._reconciled_at = self._clock()
         before = set(self._table.slots)
-        listed = {i["instance_id"] for i in await self._control.list(run_id=self._settings.run_id)}
-        for instance_id in before - listed:
+        listed = {i["instance_id"]: i for i in await self._control.list(run_id=self._settings.run_id)}
+        for instance_id in before.difference(listed):
             slot = self._table.slots.get(instance_id)
             if slot is not None and slot.state is not SlotState.DELETING:
                 self._lost(slot)
         under_way = set(self._table.creations)
-        strangers = listed - before - set(self._table.slots)
+        strangers = set(listed) - before - set(self._table.slots)
         self._strangers = {i: self._strangers.get(i, set(under_way)) & under_way for i in strangers}
         if not self._table.creations and not strangers:
             self._unknown_makes = 0
         for instance_id in [i for i, makes in self._strangers.items() if not makes]:
             logger.warning("deleting %s, which a make without an answer left behind", instance_id)
-            existed = await self._control.delete(instance_id)
-            # Not in one line with the await: what others counted meanwhile would be overwritten.
-            self._counters["deleted"] += existed
             del self._strangers[instance_id]
+            # Through the table, as all others: a delete whose answer is lost is repeated, and what ended is counted.
+            stray = Slot(listed[instance_id], "", self._clock() + self._ttl)
+            self._table.add(stray)
+            self._delete_later(stray)
 
     async def _adopt(self) -> bool:
         """Take over the instances of a pool with the same run id that died; false if there was none."""
