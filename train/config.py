@@ -158,6 +158,12 @@ class RunConfig(Section):
     object_store_bytes: int = Field(
         512 * 2**20, ge=80 * 2**20, description="size of Ray's object store, where the run starts Ray itself"
     )
+    cluster_timeout: float = Field(
+        1800.0,
+        gt=0,
+        description="seconds that a run waits for room in the cluster at RAY_ADDRESS: for nodes that still join it, or "
+        "for what others use",
+    )
     overwrite: bool = Field(False, description="replace the folder of an ended run with the same name")
     resume: bool = Field(
         False,

@@ -21,6 +21,7 @@ from serve.config import QUIET_ENGINE
 from serve.quick_loading import quick_loading
 from train.config import ConfigError, RunConfig
 from train.data.run_tasks import load_split
+from train.demand import Demand
 from train.resume import SUMMARY, can_resume, task_sampler
 from train.s3 import StorageError, objects
 
@@ -260,17 +261,13 @@ def check_gpus(config: RunConfig) -> None:
     """Where the run starts Ray itself, its actors must fit on this machine's GPUs: they would wait for ever."""
     if os.environ.get("RAY_ADDRESS"):
         return
-    policy, learner = config.policy, config.trainer.learner
-    replicas = policy.num_replicas + policy.eval_replicas if config.debug.train_only is None else 0
-    of_policy = replicas * policy.num_gpus
-    of_learner = learner.num_workers * learner.num_gpus if learner.use_gpu and not config.debug.rollout_only else 0
-    needed = round(of_policy + of_learner, 4)  # Ray counts in ten-thousandths
+    demand = Demand.of(config)
+    needed = demand.total("GPU")
     here = len(list(DEVICES.glob("nvidia[0-9]*")))
     if needed > here:
         raise ConfigError(
-            f"the run needs {needed:g} GPUs (policy.num_replicas + eval_replicas {replicas} x num_gpus "
-            f"{policy.num_gpus:g}, trainer.learner.num_workers {learner.num_workers} x num_gpus {learner.num_gpus:g} "
-            f"where use_gpu is set), but this machine has {here}; set RAY_ADDRESS for a cluster that has them"
+            f"the run needs {needed:g} GPUs ({demand.gpu_words}), but this machine has {here}; set RAY_ADDRESS for a "
+            "cluster that has them"
         )
 
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from train.preflight import Inputs
 from train.publisher import WeightPublisher
 from train.resume import CHECKPOINTS, ResumePoint, task_sampler
 from train.role_metrics import RolloutLoad
-from train.run_ray import LOOPBACK, start_run_ray, wait_for_names
+from train.run_ray import LOOPBACK, Report, start_run_ray, wait_for_names
 from train.trajectory_store import StoreSettings, TrajectoryStore
 
 RATE_WINDOW_S = 30.0
@@ -52,7 +51,6 @@ END_TIMEOUT_S = 30.0
 PROGRESS_S = 0.5
 EVALS = "evals"  # folder of the run's evaluations
 BUFFER, CONDUCTOR = "replay_buffer", "conductor"  # names of actors
-Report = Callable[[dict[str, Any]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +117,7 @@ class System:
         """
         report({"phase": "starting", "step": self._resume.step if self._resume else 0})
         self._start_servers()
-        self._start_ray()
+        self._start_ray(report)
         self._start_data_plane()
         report({"phase": "starting the policy"})
         # Most of what comes now is imports, a core each: replicas, workers and learner come up side by side.
@@ -153,12 +151,8 @@ class System:
             )
         )
 
-    def _start_ray(self) -> None:
-        config = self._config
-        needed = (config.policy.num_replicas + config.policy.eval_replicas) * config.policy.num_cpus
-        needed += config.generator.num_workers * config.generator.worker_num_cpus
-        needed += config.trainer.learner.num_workers * config.trainer.learner.num_cpus
-        start_run_ray(config, needed)
+    def _start_ray(self, report: Report) -> None:
+        start_run_ray(self._config, report)
         self._cleanup.callback(remove_abandoned)  # what only its processes' end makes free
         self._cleanup.callback(ray.shutdown)
 

@@ -41,8 +41,7 @@ def train_only(
     with ProgressDisplay(config.name, steps) as progress, Tracker(config) as tracker, PeakMemory() as memory:
         progress.update({"phase": "starting", "step": resume.step if resume else 0})
         with ExitStack() as cleanup:
-            learner = config.trainer.learner
-            start_run_ray(config, learner.num_workers * learner.num_cpus)
+            start_run_ray(config, progress.update)
             cleanup.callback(ray.shutdown)
             source = KeptBatchSource.remote(batches)
             settings = learner_settings(config, config.trainer.policy.model.path, steps)

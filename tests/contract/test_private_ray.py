@@ -18,7 +18,7 @@ from train.config import load_config
 from train.run_ray import start_run_ray
 import os, subprocess
 import ray
-start_run_ray(load_config(Path("configs/demo.yaml"), ["--output_dir", sys.argv[1]]), 1)
+start_run_ray(load_config(Path("configs/demo.yaml"), ["--output_dir", sys.argv[1]]), print)
 assert ray.get(ray.remote(lambda: 5).remote(), timeout=60) == 5
 listeners = {
     (process.name(), connection.laddr.ip)
