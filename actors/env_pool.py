@@ -101,6 +101,10 @@ async def insist(call: Callable[[float], Any], timeout_s: float) -> Any:
 
     Args:
         call: makes the actor call, given the seconds that are left for it.
+
+    Raises:
+        ActorDiedError: the actor is gone for good, at once. Of one that is being started again Ray says
+            ``ActorUnavailableError``.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -109,6 +113,8 @@ async def insist(call: Callable[[float], Any], timeout_s: float) -> Any:
         try:
             # The pool's own answer says more than ours would, so it gets the time to arrive.
             return await asyncio.wait_for(call(left_s), left_s + 10.0)
+        except ray.exceptions.ActorDiedError:
+            raise
         except (ray.exceptions.RayActorError, FleetFailure):
             if loop.time() + RESTART_PAUSE_S >= deadline:
                 raise

@@ -566,7 +566,8 @@ class System:
             self._load.add_lag("env_pool", self._leases["loop_lag"])
             self._pool_answered = time.monotonic()
         except ray.exceptions.RayActorError as error:
-            if time.monotonic() - self._pool_answered > POOL_RESTART_S:
+            for_good = isinstance(error, ray.exceptions.ActorDiedError)
+            if for_good or time.monotonic() - self._pool_answered > POOL_RESTART_S:
                 raise RunFailed(f"instance pool: {str(error).splitlines()[0]}"[:500]) from None
         except ray.exceptions.RayError as error:
             raise RunFailed(f"instance pool: {str(error).splitlines()[-1]}"[:500]) from None

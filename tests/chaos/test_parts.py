@@ -120,6 +120,16 @@ def test_a_worker_that_hangs_while_it_is_started_again_is_killed_once_more(worke
     assert len(set(pids)) == len(pids) >= 3 and not psutil.pid_exists(pids[1])
 
 
+def test_a_worker_that_is_gone_for_good_is_not_waited_for(worker, evaluate):
+    ray.get(worker.start.remote(None), timeout=30)
+    ray.wait([evaluate(30)], timeout=1.0)
+    ray.kill(worker)
+    killed = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError, match="every rollout worker has died"):
+        ray.get(evaluate(0), timeout=30)
+    assert time.monotonic() - killed < RESTART_TIMEOUT_S / 2
+
+
 def test_a_worker_that_is_busy_for_less_is_left_alone(worker, evaluate):
     pid = ray.get(worker.start.remote(None), timeout=30)
     assert ray.get(evaluate(-(TIMEOUT_S - 1)), timeout=30)[0].trajectories == []

@@ -117,6 +117,17 @@ async def test_an_actor_that_died_comes_back_with_its_leases(actor, client, loca
     assert local_fleet.running() == []
 
 
+async def test_a_pool_that_is_gone_for_good_is_not_waited_for():
+    pool = SlowPool.remote()
+    assert await pool.released.remote() == []
+    ray.kill(pool)
+    begun = time.monotonic()
+    for call in (EnvPoolClient(pool).acquire(EnvSpec.of(TASK), 60), EnvPoolClient(pool).release("lease", True)):
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            await call
+    assert time.monotonic() - begun < 20
+
+
 @ray.remote(num_cpus=0)
 class SlowPool:
     """Takes leases back, slowly, and only after it has failed for some time."""
