@@ -24,6 +24,9 @@ from transformers import AttentionInterface, PreTrainedModel
 ATTENTION_NAME = "fleet_tree"
 # Logits of one chunk of the head, in elements: 1 GiB in fp32. Larger heads are recomputed in the backward pass.
 LOGITS_CHUNK = 1 << 28
+# Bytes of copied keys and values of a layer that are kept for the backward pass; where there are more, it copies again.
+KEPT_COPIES = 1 << 25
+MASK_ALIGNMENT = 8  # of a mask's rows, in elements, for the GPU's memory-efficient attention
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,18 @@ class MicroBatch:
         segments = replace(
             self.segments,
             paths=self.segments.paths.to(device),
-            masks=tuple(mask.to(device=device, dtype=dtype) for mask in self.segments.masks),
+            masks=tuple(_aligned(mask, device, dtype) for mask in self.segments.masks),
         )
         return replace(self, segments=segments, **tensors)
+
+
+def _aligned(mask: torch.Tensor, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """The mask on ``device``, in rows of which each begins where the GPU's attention can read it. It would make such a
+    copy of any other in every layer, and keep it for the backward pass."""
+    size, path_size = mask.shape
+    row = -(-path_size // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    aligned = torch.zeros(size, row, device=device, dtype=dtype)[:, :path_size]
+    return aligned.copy_(mask)
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -214,18 +226,47 @@ def tree_attention(
     Returns:
         [1, nodes, heads, head_dim] and no weights.
     """
+    heads_a_key = query.shape[1] // key.shape[1]
+    # The GPU's memory-efficient kernel, the one that takes any mask, knows no grouped heads.
+    copies = heads_a_key if query.is_cuda else 1
+    output = _attend_to_paths(query, key, value, segments, scaling, copies)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_to_paths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    copies: int,
+) -> torch.Tensor:
+    """[1, heads, nodes, head_dim]. ``copies``: how often each head of keys and values is copied before."""
+    copied = 2 * copies * segments.paths.numel() * key.shape[1] * key.shape[3] * key.element_size()
+    if copies > 1 and copied > KEPT_COPIES:
+        # Every layer's would be kept: several times what it keeps else, for a long context.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(_attend_all, query, key, value, segments, scaling, copies, **options)
+    return _attend_all(query, key, value, segments, scaling, copies)
+
+
+def _attend_all(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    copies: int,
+) -> torch.Tensor:
     # One gather and one split for all segments: a slice per segment would allocate a full-size gradient each.
     keys = key.index_select(2, segments.paths).split(segments.path_sizes, dim=2)
     values = value.index_select(2, segments.paths).split(segments.path_sizes, dim=2)
     queries = query.split(segments.sizes, dim=2)
-    heads_a_key = query.shape[1] // key.shape[1]
-    # The GPU's memory-efficient kernel, the one that takes any mask, knows no grouped heads.
-    repeated = heads_a_key if query.is_cuda else 1
     outputs = [
-        _attend(q, k, v, mask, scaling, repeated)
+        _attend(q, k, v, mask, scaling, copies)
         for q, k, v, mask in zip(queries, keys, values, segments.masks, strict=True)
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2)
 
 
 def _attend(
@@ -234,11 +275,11 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float | None,
-    repeated: int,
+    copies: int,
 ) -> torch.Tensor:
-    """One segment's. ``repeated``: how often each head of keys and values is copied before."""
-    if repeated > 1:
-        key, value = (tensor.repeat_interleave(repeated, dim=1) for tensor in (key, value))
+    """One segment's."""
+    if copies > 1:
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
 

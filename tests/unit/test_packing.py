@@ -279,11 +279,53 @@ def test_copied_heads_attend_as_grouped_ones_and_as_a_softmax_in_float64(scaling
     scores = exact[0] @ exact[1].transpose(2, 3) * (scaling or 8**-0.5) + mask.double()
     expected = scores.softmax(-1) @ exact[2]
     gradients = []
-    for repeated in (1, 3):
+    for copies in (1, 3):
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        found = train.packing._attend(*inputs, mask, scaling, repeated)
+        found = train.packing._attend(*inputs, mask, scaling, copies)
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
         (found * expected.float()).sum().backward()
         gradients.append([tensor.grad for tensor in inputs])
     for grouped, copied in zip(*gradients, strict=True):
         torch.testing.assert_close(copied, grouped, atol=1e-5, rtol=0)
+
+
+def saved_bytes(compute) -> tuple[torch.Tensor, int]:
+    """What ``compute`` returns, and how much memory it keeps for the backward pass."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack_(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_, lambda tensor: tensor):
+        result = compute()
+    return result, sum({s.data_ptr(): s.nbytes() for s in storages.values()}.values())
+
+
+def test_large_copies_of_heads_are_made_again_in_the_backward_pass_with_the_same_gradients(monkeypatch):
+    batch = pack(_batch(groups=2))
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, batch.nodes, 8) for heads in (6, 2, 2))
+    found = {}
+    for name, copies, limit in (("grouped", 1, 0), ("kept", 3, 1 << 40), ("made again", 3, 0)):
+        monkeypatch.setattr(train.packing, "KEPT_COPIES", limit)
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        output, kept = saved_bytes(
+            lambda inputs=inputs, copies=copies: train.packing._attend_to_paths(*inputs, batch.segments, None, copies)
+        )
+        output.square().sum().backward()
+        found[name] = output, kept, [tensor.grad for tensor in inputs]
+    assert found["kept"][1] > 1.5 * found["grouped"][1] and found["grouped"][1] > 1.5 * found["made again"][1]
+    for name in ("kept", "made again"):
+        torch.testing.assert_close(found[name][0], found["grouped"][0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(found[name][2], found["grouped"][2], atol=1e-5, rtol=0)
+
+
+def test_rows_of_masks_begin_where_the_gpus_attention_reads_without_a_copy():
+    """And hold what they held; PyTorch copies a mask of whose strides one is no multiple of 8."""
+    batch = pack(_batch(groups=1))
+    moved = batch.to("cpu", torch.bfloat16).segments.masks
+    assert any(mask.shape[1] % 8 for mask in moved)
+    for before, after in zip(batch.segments.masks, moved, strict=True):
+        assert after.stride(0) % 8 == 0 and after.stride(1) == 1
+        assert torch.equal(after, before.to(torch.bfloat16))
