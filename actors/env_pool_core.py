@@ -231,6 +231,7 @@ class EnvPoolCore:
         self._making = asyncio.Semaphore(settings.create_concurrency)
         self._next_make = 0.0  # loop time
         self._strangers: dict[str, set[Creation]] = {}  # listed instances that are not in the table, see _reconcile
+        self._gone: set[str] = set()  # instances that ended since the list was last asked for
         self._unknown_makes = 0
         self._inherited_until = 0.0  # until then makes that a dead pool asked for may still succeed
         self._account_at = self._reconciled_at = 0.0
@@ -459,6 +460,7 @@ class EnvPoolCore:
     def _forget(self, slot: Slot, count_as: str) -> None:
         if not self._table.drop(slot.instance_id):
             return
+        self._gone.add(slot.instance_id)
         self._counters[count_as] += 1
         self._pump()
 
@@ -616,6 +618,7 @@ class EnvPoolCore:
         once every make that was under way when it was first seen has ended and it still is not in the table.
         """
         self._reconciled_at = self._clock()
+        self._gone.clear()
         before = set(self._table.slots)
         listed = {i["instance_id"]: i for i in await self._control.list(run_id=self._settings.run_id)}
         for instance_id in before.difference(listed):
@@ -623,7 +626,7 @@ class EnvPoolCore:
             if slot is not None and slot.state is not SlotState.DELETING:
                 self._lost(slot)
         under_way = set(self._table.creations)
-        strangers = set(listed) - before - set(self._table.slots)
+        strangers = set(listed) - before - set(self._table.slots) - self._gone
         self._strangers = {i: self._strangers.get(i, set(under_way)) & under_way for i in strangers}
         if not self._table.creations and not strangers:
             self._unknown_makes = 0

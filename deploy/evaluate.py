@@ -210,7 +210,7 @@ def _at_endpoint(
 
 @contextmanager
 def _progress(attempts: int):
-    """A bar on a terminal, nothing elsewhere; on standard error, so that the output can be read by programs."""
+    """A bar on a terminal, elsewhere only what is waited for; on standard error, for programs read the output."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -218,9 +218,15 @@ def _progress(attempts: int):
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = progress.add_task("starting", total=attempts)
+        shown = ""
 
         def report(status: dict[str, Any]) -> None:
+            nonlocal shown
             progress.update(bar, description=status.get("phase"), completed=status.get("ended"))
+            phase = status.get("phase") or ""
+            if not console.is_terminal and phase.startswith("waiting") and phase != shown:
+                console.print(f"fleet-rl: {phase}", highlight=False, markup=False, soft_wrap=True)
+                shown = phase
 
         yield report
 

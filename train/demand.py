@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from train.config import RunConfig
@@ -40,3 +41,9 @@ class Demand:
     def total(self, resource: str) -> float:
         """Rounded as Ray counts, in ten-thousandths: fractions that fill a GPU to the last are not more than it."""
         return round(sum(bundle.get(resource, 0.0) for bundle in self.bundles), 4)
+
+    @property
+    def gpus(self) -> float:
+        """How many there must be at least: two parts that take more than half of one do not share it."""
+        parts = [bundle.get("GPU", 0.0) for bundle in self.bundles]
+        return max(self.total("GPU"), sum(math.ceil(part) for part in parts if part > 0.5))

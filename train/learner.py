@@ -178,6 +178,9 @@ class LearnerHandle(Beside):
 
     ``join`` raises :class:`LearnerError`; the message is the first failure of any rank.
 
+    Attributes:
+        begun: an object reference that is there once all ranks are up, and fails with the learner.
+
     Args:
         source: actor handle of a :class:`BatchSource`.
         publisher: see :class:`Publisher`.
@@ -192,6 +195,7 @@ class LearnerHandle(Beside):
         self._controller: Any = None  # of Ray Train; the ranks die with it
         self._killed = False
         self._lost_controller = False
+        self.begun: ray.ObjectRef = self._control.begun.remote()
         # Asked for now: the control actor ends with the learner, its answer does not.
         self._first_version = self._control.first_version.remote() if settings.publish_first else None
 

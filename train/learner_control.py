@@ -24,6 +24,7 @@ class LearnerControl:
     def __init__(self) -> None:
         self._stop = asyncio.Event()
         self._heeded = False
+        self._begun = asyncio.Event()
         self._published_first = asyncio.Event()
         self._first_version: int | None = None
         self._announced = asyncio.Condition()
@@ -39,7 +40,12 @@ class LearnerControl:
     async def stopped(self) -> None:
         """Returns once ``stop`` was called."""
         self._heeded = True
+        self._begun.set()
         await self._stop.wait()
+
+    async def begun(self) -> None:
+        """Returns once all ranks are up."""
+        await self._begun.wait()
 
     async def published_first(self, version: int) -> None:
         self._first_version = version

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from actors.lineage import Lineage
 from actors.trajectory import Group, Trajectory
+from serve.shared_folder import remove_abandoned
 from train import buffer_state, checkpoint
 from train.advantages import advantages
 from train.learner import CALL_TIMEOUT_S, Batch, Job, LearnerError, LearnerSettings, Metrics, one_line
@@ -129,6 +130,7 @@ class Rank:
 
     def __init__(self, job: Job) -> None:
         settings = job.settings
+        remove_abandoned()  # what a rank that was killed has left on this host
         self._settings, self._source, self._control = settings, job.source, job.control
         self._publisher, self._on_step = job.publisher, job.on_step
         self._rank = ray.train.get_context().get_world_rank()

@@ -262,12 +262,13 @@ def check_gpus(config: RunConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
         return
     demand = Demand.of(config)
-    needed = demand.total("GPU")
+    needed = demand.gpus
     here = len(list(DEVICES.glob("nvidia[0-9]*")))
     if needed > here:
+        apart = ", of which two above 0.5 do not share one" if needed > demand.total("GPU") else ""
         raise ConfigError(
-            f"the run needs {needed:g} GPUs ({demand.gpu_words}), but this machine has {here}; set RAY_ADDRESS for a "
-            "cluster that has them"
+            f"the run needs {needed:g} GPUs ({demand.gpu_words}{apart}), but this machine has {here}; set RAY_ADDRESS "
+            "for a cluster that has them"
         )
 
 

@@ -159,7 +159,7 @@ def _run(
         Tracker(config) as tracker,
         System(config, inputs, steps, resume) as system,
     ):
-        system.start(progress.update)
+        system.start(progress.update, run_until=deadline)
         restarts.reached(resume.step if resume else 0)
         while True:
             try:

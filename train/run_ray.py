@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from serve.ray_start import start_ray
+from train.cluster_room import Patience, Report, take_turn
 from train.config import RunConfig
 from train.demand import Demand
-from train.failures import RunFailed, Unmendable, catch_signals
+from train.failures import RunFailed, catch_signals
 
 LOOPBACK = "127.0.0.1"
 NAMES_TIMEOUT_S = 60.0
 NAMES_POLL_S = 0.2
-ROOM_POLL_S = 1.0
-Report = Callable[[dict[str, Any]], None]
 
 
-def start_run_ray(config: RunConfig, report: Report) -> None:
+def start_run_ray(config: RunConfig, report: Report, run_until: float = math.inf) -> Any | None:
     """Join the cluster at ``RAY_ADDRESS`` once it has room for the run, or start one here in which its actors fit.
+
+    Whatever becomes of it, ``ray.shutdown`` is the caller's.
+
+    Args:
+        run_until: when the run's time is over, on the clock of ``time.monotonic``.
+
+    Returns:
+        In a cluster, the :class:`train.cluster_room.StartTurn` that the caller ends once the run's parts are up.
 
     Raises:
         RunFailed: Ray did not start, or the cluster does not answer.
-        Unmendable: there is no room within ``cluster_timeout``.
+        Unmendable, OutOfTime: it had no room in time.
     """
     demand = Demand.of(config)
     own = not os.environ.get("RAY_ADDRESS")
@@ -52,42 +58,12 @@ def start_run_ray(config: RunConfig, report: Report) -> None:
     catch_signals()
     # Those of this run's last life a cluster ends after their driver.
     wait_for_names()
-    if not own:
-        wait_for_room(demand, config.cluster_timeout, report)
-
-
-def wait_for_room(demand: Demand, timeout_s: float, report: Report) -> None:
-    """Until all that the run asks for is free at once: nodes of a new cluster may still join, and others may use it.
-
-    It is reserved as a whole, and given back to the actors that are started then. Only so does an autoscaler hear of
-    it, and is it known that every actor finds a node, and every fraction a GPU.
-
-    Raises:
-        Unmendable: there is no room within ``timeout_s``.
-    """
-    if not demand.bundles:
-        return
-    deadline = time.monotonic() + timeout_s
-    reserved = placement_group([dict(bundle) for bundle in demand.bundles])
-    try:
-        while not reserved.wait(ROOM_POLL_S):
-            lack = _lack(demand)
-            if time.monotonic() > deadline:
-                raise Unmendable(f"no room in the Ray cluster within cluster_timeout {timeout_s:g} s: {lack}")
-            report({"phase": f"waiting for room in the Ray cluster: {lack}"})
-    finally:
-        remove_placement_group(reserved)
-
-
-def _lack(demand: Demand) -> str:
-    """What the run needs, and what the cluster has. Not what is free there, of which Ray takes off what it tries to
-    reserve."""
-    has = ray.cluster_resources()
-    needs = {name: needed for name in ("GPU", "CPU") if (needed := demand.total(name))}
-    words = [f"{needed:g} {name}s of {has.get(name, 0):g}" for name, needed in needs.items()]
-    enough = all(needed <= has.get(name, 0) for name, needed in needs.items())
-    why = ", which others use, or no node (of a fraction: no GPU) has room for one of its parts" if enough else ""
-    return f"it needs {' and '.join(words)}{why}"
+    if own or not demand.bundles:
+        return None
+    patience = Patience(time.monotonic() + config.cluster_timeout, config.cluster_timeout, run_until)
+    turn = take_turn(demand, patience, report)
+    report({"phase": "starting"})
+    return turn
 
 
 def wait_for_names(*names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -28,6 +29,7 @@ from serve.sampling import Sampling
 from serve.shared_folder import remove_abandoned
 from train.actor_calls import CALL_TIMEOUT_S, answer, answer_if_any, answer_of, has_answer
 from train.batch_keeper import BatchKeeper
+from train.cluster_room import Report
 from train.config import RunConfig
 from train.environment_servers import EnvironmentServers
 from train.eval_upload import EvalUpload, eval_prefix
@@ -42,7 +44,7 @@ from train.preflight import Inputs
 from train.publisher import WeightPublisher
 from train.resume import CHECKPOINTS, ResumePoint, task_sampler
 from train.role_metrics import RolloutLoad
-from train.run_ray import LOOPBACK, Report, start_run_ray, wait_for_names
+from train.run_ray import LOOPBACK, start_run_ray, wait_for_names
 from train.trajectory_store import StoreSettings, TrajectoryStore
 
 RATE_WINDOW_S = 30.0
@@ -79,6 +81,7 @@ class System:
         self._trajectories: TrajectoryStore | None = None  # of evaluations; the learner has one of its own
         self._eval_upload: EvalUpload | None = None
         self._orders: list[GroupOrder] = []  # that rollouts begin with
+        self._turn: Any = None  # of starting in a cluster; ends with its last handle
         self._pool: Any = None  # none where no task is Fleet's
         self._pool_report: dict[str, Any] | None = None
         self._leases: dict[str, Any] = {}
@@ -106,18 +109,20 @@ class System:
 
     # -- start
 
-    def start(self, report: Report, *, with_learner: bool = True) -> None:
+    def start(self, report: Report, *, with_learner: bool = True, run_until: float = math.inf) -> None:
         """Start everything but the rollouts. The order is that of who needs whom.
 
         Args:
             with_learner: its ranks then come up too, and wait for their first batch.
+            run_until: when the run's time is over, on the clock of ``time.monotonic``; heeded where it may have to wait
+                for long.
 
         Raises:
             RunFailed: something did not start; what did start ends when the context is left.
         """
         report({"phase": "starting", "step": self._resume.step if self._resume else 0})
         self._start_servers()
-        self._start_ray(report)
+        self._turn = self._start_ray(report, run_until)
         self._start_data_plane()
         report({"phase": "starting the policy"})
         # Most of what comes now is imports, a core each: replicas, workers and learner come up side by side.
@@ -138,6 +143,8 @@ class System:
                     policy.wait_until_healthy(self._config.policy.startup_timeout_s)
         except PolicyStartError as error:
             raise RunFailed(str(error)) from None
+        if self._turn is not None:
+            self._turn.end.remote([self._learner.begun] if isinstance(self._learner, LearnerHandle) else [])
 
     def _start_servers(self) -> None:
         config, inputs = self._config, self._inputs
@@ -151,10 +158,10 @@ class System:
             )
         )
 
-    def _start_ray(self, report: Report) -> None:
-        start_run_ray(self._config, report)
+    def _start_ray(self, report: Report, run_until: float) -> Any | None:
         self._cleanup.callback(remove_abandoned)  # what only its processes' end makes free
         self._cleanup.callback(ray.shutdown)
+        return start_run_ray(self._config, report, run_until)
 
     def _start_data_plane(self) -> None:
         """Buffer, weight store and instances: light actors that the heavy ones are given."""

@@ -41,8 +41,8 @@ def train_only(
     with ProgressDisplay(config.name, steps) as progress, Tracker(config) as tracker, PeakMemory() as memory:
         progress.update({"phase": "starting", "step": resume.step if resume else 0})
         with ExitStack() as cleanup:
-            start_run_ray(config, progress.update)
             cleanup.callback(ray.shutdown)
+            turn = start_run_ray(config, progress.update, deadline)
             source = KeptBatchSource.remote(batches)
             settings = learner_settings(config, config.trainer.policy.model.path, steps)
             if resume is not None:
@@ -50,6 +50,8 @@ def train_only(
             handle = LearnerHandle(settings, source, NoPublisher(), StepReporter(source))
             handle.start()
             cleanup.callback(handle.stop)
+            if turn is not None:
+                turn.end.remote([handle.begun])
             seen = 0
             while not _ended(handle):
                 if time.monotonic() > deadline:

@@ -1,19 +1,26 @@
-"""A run waits for room in a cluster that it joins, and says what is lacking."""
+"""A run waits for room in a cluster that it joins, one after the other, and says what is lacking."""
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
+from train.cluster_room import Patience, _turn_is_free, take_turn
 from train.config import load_config
 from train.demand import Demand
-from train.failures import Unmendable
-from train.run_ray import wait_for_room
+from train.failures import OutOfTime, Unmendable
 
 DEMO = Path("configs/demo.yaml")
 
@@ -29,24 +36,26 @@ def cluster():
     cluster.shutdown()
 
 
-def demand(replicas: int, gpus: float) -> Demand:
-    """Of the demo on GPUs."""
-    keys = {"policy.num_replicas": replicas, "policy.num_gpus": gpus}
-    return Demand.of(load_config(DEMO, [word for key, value in keys.items() for word in (f"--{key}", str(value))]))
+class Waiting:
+    """A run that waits in a thread of its own."""
 
+    def __init__(self, replicas: int, gpus: float, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+        self.phases: list[str] = []
+        self.turn = None
+        self._demand, self._on_phase = demand(replicas, gpus), on_phase
+        self._thread = threading.Thread(target=self._wait)
+        self._thread.start()
 
-def waited(asked: Demand, timeout_s: float = 30.0) -> list[str]:
-    phases: list[str] = []
-    wait_for_room(asked, timeout_s, lambda status: phases.append(status["phase"]))
-    return phases
+    def _wait(self) -> None:
+        self.turn = take(self._demand, 60, self._report)
 
+    def _report(self, status: dict[str, str]) -> None:
+        self.phases.append(status["phase"])
+        self._on_phase(status["phase"])
 
-def test_a_run_that_fits_is_not_held_up_and_gets_all_it_waited_for(cluster):
-    assert waited(demand(4, 0.5)) == []
-    holders = [ray.remote(num_gpus=0.5)(Holder).remote() for _ in range(4)]
-    assert ray.get([holder.held.remote() for holder in holders], timeout=60) == ["held"] * 4
-    for holder in holders:
-        ray.kill(holder)
+    def join(self) -> None:
+        self._thread.join(90)
+        assert self.turn is not None, self.phases
 
 
 class Holder:
@@ -54,31 +63,90 @@ class Holder:
         return "held"
 
 
+def demand(replicas: int, gpus: float) -> Demand:
+    """Of the demo on GPUs, whose learner and worker take half a CPU each, and so does each replica."""
+    keys = {"policy.num_replicas": replicas, "policy.num_gpus": gpus}
+    return Demand.of(load_config(DEMO, [word for key, value in keys.items() for word in (f"--{key}", str(value))]))
+
+
+def take(asked: Demand, timeout_s: float, report=lambda status: None, run_for_s: float = math.inf):
+    now = time.monotonic()
+    return take_turn(asked, Patience(now + timeout_s, timeout_s, now + run_for_s), report)
+
+
+def end(turn) -> None:
+    """And see that its name is free, also here, where it has been looked up."""
+    turn.end.remote([])
+    until(_turn_is_free)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_run_gets_all_that_it_has_waited_for(cluster):
+    turn = take(demand(4, 0.5), 60)
+    holders = [ray.remote(num_gpus=0.5)(Holder).remote() for _ in range(4)]
+    assert ray.get([holder.held.remote() for holder in holders], timeout=60) == ["held"] * 4
+    for holder in holders:
+        ray.kill(holder)
+    end(turn)
+
+
 def test_what_others_use_is_waited_for(cluster):
     holder = ray.remote(num_gpus=2)(Holder).remote()
     try:
         assert ray.get(holder.held.remote(), timeout=60) == "held"
-        lack = "it needs 1 GPUs of 2 and 1.5 CPUs of 8, which others use, or"
-        with pytest.raises(Unmendable, match=f"^no room in the Ray cluster within cluster_timeout 2 s: {lack}"):
-            waited(demand(1, 1), timeout_s=2)
-        threading.Timer(2.5, ray.kill, [holder]).start()
-        assert lack in waited(demand(1, 1))[0]
+        lack = "for room in the Ray cluster: it needs 1 GPUs of 2 and 1.5 CPUs of 8, which others use, or"
+        with pytest.raises(Unmendable, match=f"^cluster_timeout 1 s passed while it waited {lack}"):
+            take(demand(1, 1), 1)
+        with pytest.raises(OutOfTime, match=f"^run_timeout passed while it waited {lack}"):
+            take(demand(1, 1), 60, run_for_s=1)
+        run = Waiting(1, 1, on_phase=lambda phase: ray.kill(holder))
+        run.join()
+        assert run.phases[0].startswith(f"waiting {lack}")
+        end(run.turn)
     finally:
         ray.kill(holder)
 
 
 def test_fractions_that_fit_no_single_gpu_are_not_taken_for_room(cluster):
-    with pytest.raises(Unmendable, match="1.8 GPUs of 2 .* or no node .of a fraction: no GPU. has room"):
-        waited(demand(3, 0.6), timeout_s=2)
+    with pytest.raises(Unmendable, match="it needs 3 GPUs of 2 and"):
+        take(demand(3, 0.6), 1)
+    with pytest.raises(Unmendable, match="it needs 2 GPUs of 2 .* or no node .of a fraction: no GPU. has room"):
+        take(demand(5, 0.4), 1)
 
 
-def test_a_node_that_joins_later_is_waited_for(cluster):
-    ended: list[list[str]] = []
-    waiting = threading.Thread(target=lambda: ended.append(waited(demand(1, 3), timeout_s=60)))
-    waiting.start()
-    time.sleep(2)
-    assert not ended
+def test_of_two_runs_that_wait_for_a_node_one_starts_after_the_other(cluster):
+    runs = [Waiting(1, 3), Waiting(1, 3)]
+    until(lambda: all(run.phases for run in runs))
+    assert "it needs 3 GPUs of 2" in runs[0].phases[-1] and "it needs 3 GPUs of 2" in runs[1].phases[-1]
     node = cluster.add_node(num_cpus=1, num_gpus=3)
-    waiting.join(60)
+    until(lambda: any(run.turn for run in runs))
+    first, second = runs if runs[0].turn else runs[::-1]
+    until(lambda: "another run" in second.phases[-1])
+    assert second.turn is None
+    first.turn.end.remote([])
+    second.join()
+    end(second.turn)
     cluster.remove_node(node)
-    assert ended and ended[0][0].endswith("it needs 3 GPUs of 2 and 1.5 CPUs of 8")
+
+
+def test_a_run_that_waits_can_be_stopped(cluster, tmp_path):
+    command = [sys.executable, "-m", "train.run", str(DEMO), "--output_dir", str(tmp_path), "--policy.num_gpus", "9"]
+    run = subprocess.Popen(
+        [*command, "--tracking.wandb", "false"],
+        env=os.environ | {"RAY_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    line = next(line for line in run.stdout if "waiting" in line)
+    assert "waiting for room in the Ray cluster: it needs 9 GPUs of" in line
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert (run.returncode, said.splitlines()[-1]) == (130, "fleet-rl: stopped")
+    until(lambda: {group["state"] for group in placement_group_table().values()} == {"REMOVED"})

@@ -651,3 +651,22 @@ async def test_a_stray_that_is_being_deleted_when_the_pool_closes_is_counted(loc
         await eventually(lambda: local_fleet.struck() == 1)
         report = await core.close_all(timeout_s=3.0)
         assert (report.deleted, report.left) == (1, ()) and core.stats()["deleted"] == 1
+
+
+async def test_an_instance_that_comes_and_goes_while_the_list_is_on_its_way_is_no_stray(local_fleet):
+    async with pool(local_fleet, reconcile_s=3600) as core:
+        await eventually(lambda: "reconcile" in core._jobs and core._jobs["reconcile"].done())
+        ask = core._control.list
+
+        async def late(**options):
+            lease = await core.acquire(SPEC, 10)
+            listed = await ask(**options)
+            await core.release(lease.lease_id, reusable=False)
+            await eventually(lambda: core.stats()["deleted"] == 1)
+            return listed
+
+        core._control.list = late
+        await core._reconcile()
+        core._control.list = ask
+        assert core.stats()["deleting"] == 0
+        assert (core.stats()["made"], core.stats()["deleted"], core.stats()["expired"]) == (1, 1, 0)

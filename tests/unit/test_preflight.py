@@ -115,6 +115,15 @@ def test_more_gpus_than_this_machine_has(capsys, tmp_path, monkeypatch):
     assert "the run needs 2 GPUs" in line and "this machine has 1" in line
 
 
+def test_fractions_that_cannot_share_a_gpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.preflight.DEVICES", tmp_path)
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = complaint(capsys, tmp_path, "--policy.num_gpus", "0.6", "--policy.num_replicas", "3")
+    assert "the run needs 3 GPUs" in line and "two above 0.5 do not share one" in line and "this machine has 2" in line
+
+
 def test_fractions_that_fill_the_gpus_to_the_last_are_enough(tmp_path, monkeypatch):
     """In floating point the sum is above 3."""
     monkeypatch.setattr("train.preflight.DEVICES", tmp_path)
