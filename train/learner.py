@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from train.beside import Beside
 from train.failures import RunFailed, Unmendable
 from train.learner_control import LearnerControl
 from train.losses import LossSettings
+from train.shared_run_dir import has_mark, mark_folder
 from train.trajectory_store import StoreSettings
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class LearnerSettings:
     batch_timeout_s: float = 1800.0
     start_timeout_s: float = 600.0
     collective_timeout_s: float = 600.0  # of one collective between ranks
+    # Network file systems remember for up to a minute that a file was not there.
+    run_dir_timeout_s: float = 60.0  # until a rank sees what the driver has written to run_dir
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -171,6 +175,7 @@ class Job:
     publisher: Publisher
     on_step: StepReport
     control: Any  # actor handle of LearnerControl
+    run_dir_mark: str  # what the run's folder holds where the driver is
 
 
 class LearnerHandle(Beside):
@@ -190,7 +195,8 @@ class LearnerHandle(Beside):
     def __init__(self, settings: LearnerSettings, source: Any, publisher: Publisher, on_step: StepReport) -> None:
         super().__init__("learner")
         self._control = LearnerControl.options(name=f"{settings.run_name}:learner-control").remote()
-        self._job = Job(_absolute(settings), source, publisher, on_step, self._control)
+        settings = _absolute(settings)
+        self._job = Job(settings, source, publisher, on_step, self._control, mark_folder(Path(settings.run_dir)))
         self._lock = threading.Lock()  # of the two that follow
         self._controller: Any = None  # of Ray Train; the ranks die with it
         self._killed = False
@@ -391,6 +397,7 @@ def _train_loop(config: dict[str, Any]) -> None:
         job: Job = ray.get(config["job"], timeout=CALL_TIMEOUT_S)
     rank = None
     try:
+        _check_run_dir(job)
         with quick_loading():
             from train.learner_rank import Rank
 
@@ -399,9 +406,21 @@ def _train_loop(config: dict[str, Any]) -> None:
     except Exception as error:
         # Ray Train wraps errors in pages of context; what the caller wants to read is the first one.
         # A route that was there before can be there again once its parts have found other places.
-        unmendable = isinstance(error, RouteError) and rank is not None and not rank.has_published
+        no_route = isinstance(error, RouteError) and rank is not None and not rank.has_published
+        unmendable = no_route or getattr(error, "unmendable", False)
         ray.get(job.control.fail.remote(one_line(error), unmendable), timeout=CALL_TIMEOUT_S)
         raise
     finally:
         if rank is not None:
             rank.close()
+
+
+def _check_run_dir(job: Job) -> None:
+    """A run that cannot find its checkpoints would begin anew, whatever had been learnt, when a part of it dies."""
+    folder = job.settings.run_dir
+    if not has_mark(Path(folder), job.run_dir_mark, job.settings.run_dir_timeout_s):
+        raise LearnerError(
+            f"the run's folder {folder} is not the driver's on host {socket.gethostname()}: in a cluster output_dir "
+            "must lie on storage that all hosts share",
+            unmendable=True,
+        )

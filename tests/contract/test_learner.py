@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from train.failures import RunFailed, Unmendable
 from train.kept_batches import KeptBatches
 from train.learner import LearnerError, LearnerHandle, LearnerSettings
 from train.losses import LossSettings
+from train.shared_run_dir import NAME, has_mark, mark_folder
 from train.trajectory_store import StoreSettings, TrajectoryStore
 
 VOCAB = 320
@@ -499,6 +501,28 @@ def test_a_failure_that_would_come_again_is_told_from_others(error, has_publishe
     with pytest.raises(LearnerError) as failure:
         refused.handle.join(DEADLINE_S)
     assert type(failure.value.of_run()) is kind and str(error) in str(failure.value.of_run())
+
+
+def test_a_rank_that_does_not_find_the_drivers_folder_says_where_it_must_lie(tmp_path, monkeypatch):
+    def elsewhere(job, on_controller):
+        (Path(job.settings.run_dir) / NAME).write_text("of a run before, on another host")
+        learner._train_loop({"job": ray.put(job)})
+
+    monkeypatch.setattr(learner, "_fit", elsewhere)
+    lost = Run(tmp_path / "lost", tmp_path, _buffer([]), run_dir_timeout_s=0.1)
+    with pytest.raises(
+        LearnerError, match="lost is not the driver's on host .* storage that all hosts share"
+    ) as failure:
+        lost.handle.join(DEADLINE_S)
+    assert type(failure.value.of_run()) is Unmendable
+
+
+def test_a_mark_that_is_seen_late_is_waited_for(tmp_path):
+    mark = mark_folder(tmp_path)
+    assert has_mark(tmp_path, mark, 0)
+    (tmp_path / NAME).rename(tmp_path / "not yet")
+    threading.Timer(0.2, (tmp_path / "not yet").rename, [tmp_path / NAME]).start()
+    assert has_mark(tmp_path, mark, 30)
 
 
 def test_a_learner_that_can_no_more_be_told_to_stop_fails_instead_of_ending_as_if_it_had_been(

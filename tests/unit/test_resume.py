@@ -263,7 +263,7 @@ class Parts:
     def __exit__(self, *exc):
         self.did.append("end")
 
-    def start(self, report):
+    def start(self, report, *, run_until):
         pass
 
     def end_training_parts(self):
