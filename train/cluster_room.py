@@ -23,10 +23,10 @@ class StartTurn:
     """There is one in a cluster at most: of the run that has found room, while its parts are put there. It ends with
     its run at the latest."""
 
-    def end(self, begun: list[ray.ObjectRef]) -> None:
-        """Once all of ``begun`` are there, or have failed."""
+    def end(self, begun: list[ray.ObjectRef], timeout_s: float) -> None:
+        """Once all of ``begun`` are there or have failed, or the time is up."""
         if begun:
-            ray.wait(begun, num_returns=len(begun))
+            ray.wait(begun, num_returns=len(begun), timeout=timeout_s)
         # After `exit_actor`, whoever has looked its name up before finds it taken for ever; perhaps not any more with
         # https://github.com/ray-project/ray/issues/44083.
         ray.kill(ray.get_runtime_context().current_actor)
@@ -71,7 +71,7 @@ def take_turn(demand: Demand, patience: Patience, report: Report) -> Any:
     """
     try:
         while True:
-            _wait(_turn_is_free, lambda: "until another run has started", patience, report)
+            _wait(turn_is_free, lambda: "until another run has started", patience, report)
             reserved = placement_group([dict(bundle) for bundle in demand.bundles])
             try:
                 _wait(lambda group=reserved: group.wait(POLL_S), lambda: _lack(demand), patience, report)
@@ -92,7 +92,8 @@ def _wait(there: Callable[[], bool], lacking: Callable[[], str], patience: Patie
         report({"phase": f"waiting {words}"})
 
 
-def _turn_is_free() -> bool:
+def turn_is_free() -> bool:
+    """Whether no run is being started now. Takes a second to say no."""
     try:
         ray.get_actor(TURN, namespace=NAMESPACE)
     except ValueError:

@@ -190,13 +190,16 @@ class LearnerHandle(Beside):
         source: actor handle of a :class:`BatchSource`.
         publisher: see :class:`Publisher`.
         on_step: called in rank 0 with the metrics of every step; must be picklable.
+
+    Raises:
+        RunFailed: the run's folder cannot be written.
     """
 
     def __init__(self, settings: LearnerSettings, source: Any, publisher: Publisher, on_step: StepReport) -> None:
         super().__init__("learner")
         self._control = LearnerControl.options(name=f"{settings.run_name}:learner-control").remote()
         settings = _absolute(settings)
-        self._job = Job(settings, source, publisher, on_step, self._control, mark_folder(Path(settings.run_dir)))
+        self._job = Job(settings, source, publisher, on_step, self._control, _mark_run_dir(settings.run_dir))
         self._lock = threading.Lock()  # of the two that follow
         self._controller: Any = None  # of Ray Train; the ranks die with it
         self._killed = False
@@ -413,6 +416,13 @@ def _train_loop(config: dict[str, Any]) -> None:
     finally:
         if rank is not None:
             rank.close()
+
+
+def _mark_run_dir(folder: str) -> str:
+    try:
+        return mark_folder(Path(folder))
+    except OSError as error:
+        raise RunFailed(f"run folder {folder} cannot be written: {error.strerror}") from None
 
 
 def _check_run_dir(job: Job) -> None:

@@ -226,11 +226,21 @@ def tree_attention(
     Returns:
         [1, nodes, heads, head_dim] and no weights.
     """
-    heads_a_key = query.shape[1] // key.shape[1]
-    # The GPU's memory-efficient kernel, the one that takes any mask, knows no grouped heads.
-    copies = heads_a_key if query.is_cuda else 1
-    output = _attend_to_paths(query, key, value, segments, scaling, copies)
+    copies = _copies(query, key)
+    arguments = (query, key, value, segments, scaling, copies)
+    copied = 2 * copies * segments.paths.numel() * key.shape[1] * key.shape[3] * key.element_size()
+    if copies > 1 and copied > KEPT_COPIES:
+        # Every layer's would be kept: several times what it keeps else, for a long context.
+        output = checkpoint(_attend_to_paths, *arguments, use_reentrant=False, preserve_rng_state=False)
+    else:
+        output = _attend_to_paths(*arguments)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _copies(query: torch.Tensor, key: torch.Tensor) -> int:
+    """How often each head of keys and values is copied first: the GPU's memory-efficient kernel, the one that takes any
+    mask, knows no grouped heads."""
+    return query.shape[1] // key.shape[1] if query.is_cuda else 1
 
 
 def _attend_to_paths(
@@ -241,23 +251,7 @@ def _attend_to_paths(
     scaling: float | None,
     copies: int,
 ) -> torch.Tensor:
-    """[1, heads, nodes, head_dim]. ``copies``: how often each head of keys and values is copied before."""
-    copied = 2 * copies * segments.paths.numel() * key.shape[1] * key.shape[3] * key.element_size()
-    if copies > 1 and copied > KEPT_COPIES:
-        # Every layer's would be kept: several times what it keeps else, for a long context.
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        return checkpoint(_attend_all, query, key, value, segments, scaling, copies, **options)
-    return _attend_all(query, key, value, segments, scaling, copies)
-
-
-def _attend_all(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: Segments,
-    scaling: float | None,
-    copies: int,
-) -> torch.Tensor:
+    """[1, heads, nodes, head_dim]."""
     # One gather and one split for all segments: a slice per segment would allocate a full-size gradient each.
     keys = key.index_select(2, segments.paths).split(segments.path_sizes, dim=2)
     values = value.index_select(2, segments.paths).split(segments.path_sizes, dim=2)

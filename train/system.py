@@ -144,7 +144,8 @@ class System:
         except PolicyStartError as error:
             raise RunFailed(str(error)) from None
         if self._turn is not None:
-            self._turn.end.remote([self._learner.begun] if isinstance(self._learner, LearnerHandle) else [])
+            begun = [self._learner.begun] if isinstance(self._learner, LearnerHandle) else []
+            self._turn.end.remote(begun, self._config.trainer.learner.start_timeout)
 
     def _start_servers(self) -> None:
         config, inputs = self._config, self._inputs

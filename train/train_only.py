@@ -51,7 +51,7 @@ def train_only(
             handle.start()
             cleanup.callback(handle.stop)
             if turn is not None:
-                turn.end.remote([handle.begun])
+                turn.end.remote([handle.begun], config.trainer.learner.start_timeout)
             seen = 0
             while not _ended(handle):
                 if time.monotonic() > deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from train.cluster_room import Patience, _turn_is_free, take_turn
+from train.cluster_room import Patience, take_turn, turn_is_free
 from train.config import load_config
 from train.demand import Demand
 from train.failures import OutOfTime, Unmendable
@@ -76,8 +77,8 @@ def take(asked: Demand, timeout_s: float, report=lambda status: None, run_for_s:
 
 def end(turn) -> None:
     """And see that its name is free, also here, where it has been looked up."""
-    turn.end.remote([])
-    until(_turn_is_free)
+    turn.end.remote([], 30.0)
+    until(turn_is_free)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -125,14 +126,36 @@ def test_of_two_runs_that_wait_for_a_node_one_starts_after_the_other(cluster):
     until(lambda: all(run.phases for run in runs))
     assert "it needs 3 GPUs of 2" in runs[0].phases[-1] and "it needs 3 GPUs of 2" in runs[1].phases[-1]
     node = cluster.add_node(num_cpus=1, num_gpus=3)
-    until(lambda: any(run.turn for run in runs))
-    first, second = runs if runs[0].turn else runs[::-1]
-    until(lambda: "another run" in second.phases[-1])
-    assert second.turn is None
-    first.turn.end.remote([])
-    second.join()
-    end(second.turn)
-    cluster.remove_node(node)
+    try:
+        until(lambda: any(run.turn for run in runs))
+        first, second = runs if runs[0].turn else runs[::-1]
+        until(lambda: "another run" in second.phases[-1])
+        assert second.turn is None
+        first.turn.end.remote([], 30.0)
+        second.join()
+        end(second.turn)
+    finally:
+        cluster.remove_node(node)
+
+
+def test_a_turn_lasts_until_what_was_begun_is_there_or_too_late(cluster):
+    holder = Begun.remote()
+    turn = take(demand(1, 1), 60)
+    turn.end.remote([holder.begun.remote()], 30.0)
+    assert not turn_is_free()
+    ray.kill(holder)
+    until(turn_is_free)
+    turn = take(demand(1, 1), 60)
+    turn.end.remote([Begun.remote().begun.remote()], 0.5)
+    until(turn_is_free)
+
+
+@ray.remote(num_cpus=0)
+class Begun:
+    """A part that never comes up."""
+
+    async def begun(self) -> None:
+        await asyncio.Event().wait()
 
 
 def test_a_run_that_waits_can_be_stopped(cluster, tmp_path):
@@ -144,9 +167,12 @@ def test_a_run_that_waits_can_be_stopped(cluster, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    line = next(line for line in run.stdout if "waiting" in line)
-    assert "waiting for room in the Ray cluster: it needs 9 GPUs of" in line
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=60)
+    try:
+        line = next(line for line in run.stdout if "waiting" in line)
+        assert "waiting for room in the Ray cluster: it needs 9 GPUs of" in line
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
     assert (run.returncode, said.splitlines()[-1]) == (130, "fleet-rl: stopped")
     until(lambda: {group["state"] for group in placement_group_table().values()} == {"REMOVED"})

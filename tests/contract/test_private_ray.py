@@ -20,12 +20,13 @@ import os, subprocess
 import ray
 start_run_ray(load_config(Path("configs/demo.yaml"), ["--output_dir", sys.argv[1]]), print)
 assert ray.get(ray.remote(lambda: 5).remote(), timeout=60) == 5
-listeners = {
-    (process.name(), connection.laddr.ip)
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True))
-    for connection in process.net_connections()
-    if connection.status == psutil.CONN_LISTEN
-}
+listeners = set()
+for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+    try:
+        name, connections = process.name(), process.net_connections()
+    except psutil.NoSuchProcess:
+        continue  # a worker that has ended meanwhile
+    listeners |= {(name, one.laddr.ip) for one in connections if one.status == psutil.CONN_LISTEN}
 print(json.dumps(sorted(listeners)))
 
 def nodes_as_told(**changes):

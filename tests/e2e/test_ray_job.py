@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import SMALL
+from train.cluster_room import TURN
 
 BIN = Path(sys.executable).parent
 START_TIMEOUT_S = 90
@@ -121,6 +122,12 @@ def command(out: Path, name: str, **keys: str) -> list[str]:
     return ["python", "-m", "train.run", "configs/demo.yaml", "--name", name, "--output_dir", str(out), *arguments]
 
 
+def living_actors(cluster) -> set[str]:
+    """Their names."""
+    actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
+    return {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
+
+
 def applications(cluster) -> dict[str, dict]:
     return json.loads(get(f"{cluster['address']}/api/serve/applications/"))["applications"]
 
@@ -161,13 +168,12 @@ def test_a_jobs_parts_and_metrics_can_be_watched_and_stopping_it_ends_it_cleanly
     assert job(cluster, *words, *command(tmp_path, "stopped", **{"trainer.max_steps": "500"})).returncode == 0
     training = lambda: alive(cluster, "stopped") and "training" in job(cluster, "logs", "stopped").stdout  # noqa: E731
     wait_for(training, JOB_TIMEOUT_S, "the training")
-    actors = json.loads(get(f"{cluster['address']}/api/v0/actors?detail=1&limit=1000"))["data"]["result"]["result"]
-    names = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
-    assert {"replay_buffer", "weight_store", "env_pool", "conductor", "rollout_worker_0"} <= names
+    assert {"replay_buffer", "weight_store", "env_pool", "conductor", "rollout_worker_0"} <= living_actors(cluster)
     assert applications(cluster)["fleet-rl-stopped"]["status"] == "RUNNING"
     what = "the first step on the metrics endpoint"
     exported = wait_for(lambda: alive(cluster, "stopped") and first_step(cluster["metrics"]), JOB_TIMEOUT_S, what)
     assert re.search(r'ray_fleet_rl_reward_avg_raw_reward\{[^}]*run="stopped"', exported)
+    assert TURN not in living_actors(cluster), "no other run could start"
 
     job(cluster, "stop", "stopped")
     wait_for(lambda: status(cluster, "stopped") == "STOPPED", 90, "the end of the job")

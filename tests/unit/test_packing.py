@@ -309,9 +309,10 @@ def test_large_copies_of_heads_are_made_again_in_the_backward_pass_with_the_same
     found = {}
     for name, copies, limit in (("grouped", 1, 0), ("kept", 3, 1 << 40), ("made again", 3, 0)):
         monkeypatch.setattr(train.packing, "KEPT_COPIES", limit)
+        monkeypatch.setattr(train.packing, "_copies", lambda query, key, copies=copies: copies)
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         output, kept = saved_bytes(
-            lambda inputs=inputs, copies=copies: train.packing._attend_to_paths(*inputs, batch.segments, None, copies)
+            lambda inputs=inputs: train.packing.tree_attention(None, *inputs, None, segments=batch.segments)[0]
         )
         output.square().sum().backward()
         found[name] = output, kept, [tensor.grad for tensor in inputs]
